@@ -1,0 +1,1 @@
+"""What is known: models, clusters, workloads, plans and rules."""

@@ -1,0 +1,13 @@
+"""Bad input, told all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class InputError(Exception):
+    """The input cannot be used. `faults` holds every reason found, each naming field, value and rule."""
+
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        super().__init__("\n".join(self.faults))

@@ -1,0 +1,81 @@
+"""The instance: everything a solve or an evaluation needs, cross-checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.data.cluster import Accelerator, Cluster, Link
+from shardwise.data.faults import InputError
+from shardwise.data.limits import Limits
+from shardwise.data.model import Model
+from shardwise.data.profile import Profile, load_profile
+from shardwise.data.rules import MEGATRON_CORE, Rules
+from shardwise.data.workload import Training
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """Model, cluster, workload, rules, profile and limits that belong together.
+
+    Raises
+    ------
+    InputError
+        When the parts do not fit each other, with every reason.
+    """
+
+    model: Model
+    cluster: Cluster
+    workload: Training
+    rules: Rules = MEGATRON_CORE
+    profile: Profile = field(default_factory=lambda: load_profile("megatron-core"))
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        faults = []
+        if len(self.cluster.accelerators) > 1:
+            names = ", ".join(accelerator.name for accelerator in self.cluster.accelerators)
+            faults.append(f"cluster {self.cluster.name}: mixed accelerators ({names}) are not planned yet; use one type")
+        faults += [
+            f"cluster {self.cluster.name}: level {level} has {len(links)} different links; one per level is planned"
+            for level, links in enumerate(self.cluster.links)
+            if len(links) > 1
+        ]
+        precision = self.workload.precision
+        faults += [
+            f"workload.precision={precision!r} is not supported by {accelerator.name}; "
+            f"it supports {', '.join(sorted(accelerator.flops_per_s))}"
+            for accelerator in self.cluster.accelerators
+            if precision not in accelerator.flops_per_s
+        ]
+        positions = self.model.max_positions
+        if positions and has_learned_positions(self.model) and self.workload.seq_len > positions:
+            faults.append(
+                f"workload.seq_len={self.workload.seq_len} exceeds max_position_embeddings={positions}, "
+                "which are learned positions"
+            )
+        faults += [
+            f"limit on {name} excludes {name}=1, the only value searched so far"
+            for name in ("cp", "ep", "etp")
+            if 1 not in self.limits.range(name)
+        ]
+        if faults:
+            raise InputError(faults)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.cluster.accelerators[0]
+
+    @property
+    def levels(self) -> tuple[Link, ...]:
+        """The link of each level, innermost first."""
+        return tuple(links[0] for links in self.cluster.links)
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """What one device may use: its memory, or the user's `memory_gb` limit if that is lower."""
+        return int(min(self.accelerator.memory_bytes, self.limits.memory_gb * 1e9))
+
+
+def has_learned_positions(model: Model) -> bool:
+    """Whether the sequence length is bounded by a table of learned positions."""
+    return any("position" in tensor.name for tensor in model.embedding)

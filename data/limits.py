@@ -1,0 +1,135 @@
+"""The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`.
+
+Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` takes `=` only.
+Limits on one variable are intersected; an empty intersection is a contradiction and reported as such.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from shardwise.data.faults import InputError
+
+INTEGER_VARIABLES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "zero", "sequence_parallel", "devices")
+RECOMPUTE_MODES = ("none", "selective", "full")
+ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
+MAX_VALUE = 2**31
+
+_FORM = re.compile(r"\s*([A-Za-z_-]+)\s*(<=|>=|==|=|<|>)\s*([A-Za-z0-9_.+-]+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Whole numbers from `low` to `high`, both included."""
+
+    low: int = 0
+    high: int = MAX_VALUE
+
+    def __contains__(self, value: int) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user allows. `text` keeps the limits as written, for messages and reports."""
+
+    ranges: dict[str, Range] = field(default_factory=dict)
+    recompute: str | None = None
+    memory_gb: float = inf
+    text: tuple[str, ...] = ()
+
+    def range(self, variable: str) -> Range:
+        return self.ranges.get(variable, Range())
+
+    def admits(self, variable: str, value: int) -> bool:
+        return value in self.range(variable)
+
+    def faults(self, values: dict[str, int]) -> list[str]:
+        """Every integer limit that `values` breaks, with the value."""
+        out = []
+        for variable, allowed in self.ranges.items():
+            if variable in values and values[variable] not in allowed:
+                stated = ", ".join(text for text in self.text if variable_of(text) == variable)
+                out.append(f"{variable}={values[variable]} breaks the limit {stated}")
+        return out
+
+
+def variable_of(text: str) -> str | None:
+    """The variable that one limit speaks of, or None when it cannot be read."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    name = match[1].lower()
+    return ALIASES.get(name, name)
+
+
+def parse_limits(texts: Iterable[str]) -> Limits:
+    """Read limits such as `"pp<=8"`; commas separate several in one text.
+
+    Raises
+    ------
+    InputError
+        Naming every limit that cannot be read, has an unknown variable, or contradicts another.
+    """
+    faults: list[str] = []
+    ranges: dict[str, Range] = {}
+    recompute: set[str] = set()
+    memory_gb = inf
+    written = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+    for text in written:
+        match = _FORM.fullmatch(text)
+        variable = variable_of(text)
+        if match is None:
+            faults.append(f"limit {text!r} cannot be read: write variable, =, <=, >=, < or >, and a value, such as pp<=8")
+            continue
+        sign, value = match[2], match[3]
+        if variable == "recompute":
+            if sign not in ("=", "==") or value not in RECOMPUTE_MODES:
+                faults.append(f"limit {text!r}: recompute takes = and one of {', '.join(RECOMPUTE_MODES)}")
+            else:
+                recompute.add(value)
+        elif variable == "memory_gb":
+            number = _number(value)
+            if sign not in ("<=", "<") or number is None or not 0 < number < MAX_VALUE:
+                faults.append(f"limit {text!r}: memory_gb takes <= and a positive number of decimal GB")
+            else:
+                memory_gb = min(memory_gb, number)
+        elif variable in INTEGER_VARIABLES:
+            if not re.fullmatch(r"\d{1,10}", value) or int(value) > MAX_VALUE:
+                faults.append(f"limit {text!r}: {variable} takes a whole number from 0 to {MAX_VALUE}")
+            else:
+                ranges[variable] = _narrow(ranges.get(variable, Range()), sign, int(value))
+        else:
+            known = ", ".join((*INTEGER_VARIABLES, "recompute", "memory_gb"))
+            faults.append(f"limit {text!r}: unknown variable {variable!r}; known are {known}")
+    for variable, allowed in ranges.items():
+        if allowed.low > allowed.high:
+            stated = ", ".join(text for text in written if variable_of(text) == variable)
+            faults.append(f"limits on {variable} contradict each other: {stated}")
+    if len(recompute) > 1:
+        faults.append(f"limits on recompute contradict each other: {', '.join(sorted(recompute))}")
+    if faults:
+        raise InputError(faults)
+    return Limits(ranges, next(iter(recompute), None), memory_gb, written)
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _narrow(allowed: Range, sign: str, value: int) -> Range:
+    low, high = {
+        "=": (value, value),
+        "==": (value, value),
+        "<=": (0, value),
+        "<": (0, value - 1),
+        ">=": (value, MAX_VALUE),
+        ">": (value + 1, MAX_VALUE),
+    }[sign]
+    return Range(max(allowed.low, low), min(allowed.high, high))

@@ -1,0 +1,297 @@
+"""The plan: degrees, stages and placement, and its versioned JSON form (`docs/plan.schema.json`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from typing import Any, Literal
+
+from shardwise.data.faults import InputError
+
+PLAN_VERSION = 1
+MAX_FILE_BYTES = 64_000_000
+MAX_DEGREE = 2**20
+
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "interleaved-1f1b"]
+RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
+
+AXES = ("tp", "pp", "dp")
+"""The axes that a placement spreads over the levels of the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ways each axis splits. `cp`, `ep` and `etp` are 1 until their axes are searched."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    micro_batch: int = 1
+    zero: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"degrees.{name}={getattr(self, name)!r} must be a whole number between 1 and {MAX_DEGREE}"
+            for name in ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp")
+            if not _is_count(getattr(self, name), 1)
+        ]
+        faults += [
+            f"degrees.{name}={getattr(self, name)} is not searched or evaluated yet: only {name}=1"
+            for name in ("cp", "ep", "etp")
+            if _is_count(getattr(self, name), 2)
+        ]
+        if self.zero not in (0, 1) or isinstance(self.zero, bool):
+            faults.append(f"degrees.zero={self.zero!r} must be 0 or 1")
+        if not isinstance(self.sequence_parallel, bool):
+            faults.append(f"degrees.sequence_parallel={self.sequence_parallel!r} must be true or false")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of layers in the whole pipeline, `vpp` of them on each stage."""
+        return self.pp * self.vpp
+
+    @property
+    def schedule(self) -> Schedule:
+        return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage: the layers of each of its chunks, and what is recomputed.
+
+    With `recompute="full"` the first `recompute_layers` layers of every chunk are recomputed (Megatron's block method,
+    core/transformer/transformer_block.py); a chunk with fewer layers is recomputed whole.
+    """
+
+    chunks: tuple[int, ...]
+    recompute: Recompute = "none"
+    recompute_layers: int = 0
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.chunks or not all(_is_count(n, 0) for n in self.chunks):
+            faults.append(f"stage.chunks={self.chunks} must be one layer count, not negative, per chunk")
+        if self.recompute not in ("none", "selective", "full"):
+            faults.append(f"stage.recompute={self.recompute!r} must be none, selective or full")
+        if not _is_count(self.recompute_layers, 0) or (self.recompute == "full") != (self.recompute_layers > 0):
+            faults.append(
+                f"stage.recompute_layers={self.recompute_layers} must be positive with recompute=full and 0 otherwise"
+            )
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def layers(self) -> int:
+        return sum(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How each degree factors over the levels of the cluster, innermost level first.
+
+    `tp=(8, 2)` spreads sixteen tensor-parallel ranks over two domains of eight. Each member of a level holds one block
+    of the levels below it. Rank numbers follow `rank_order`, fastest axis first.
+    """
+
+    tp: tuple[int, ...]
+    pp: tuple[int, ...]
+    dp: tuple[int, ...]
+    rank_order: RankOrder = "tp-dp-pp"
+
+    def __post_init__(self) -> None:
+        if not len(self.tp) == len(self.pp) == len(self.dp) > 0:
+            raise ValueError(f"placement: tp={self.tp}, pp={self.pp}, dp={self.dp} must have one factor per level each")
+        if not all(_is_count(f, 1) for f in (*self.tp, *self.pp, *self.dp)):
+            raise ValueError(f"placement: tp={self.tp}, pp={self.pp}, dp={self.dp} must be whole numbers of at least 1")
+        if self.rank_order not in ("tp-dp-pp", "tp-pp-dp"):
+            raise ValueError(f"placement.rank_order={self.rank_order!r} must be tp-dp-pp or tp-pp-dp")
+
+    def factors(self, axis: str) -> tuple[int, ...]:
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}[axis]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Members used at each level, innermost first."""
+        return tuple(t * p * d for t, p, d in zip(self.tp, self.pp, self.dp, strict=True))
+
+    def crossing_level(self, rank: int) -> int:
+        """The level whose link joins pipeline rank `rank` to `rank + 1`."""
+        step = 1
+        for level, factor in enumerate(self.pp):
+            step *= factor
+            if (rank + 1) % step:
+                return level
+        return len(self.pp) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a user runs. `instance` and `evaluation` are the documents saved beside it, when there are any."""
+
+    degrees: Degrees
+    stages: tuple[Stage, ...]
+    placement: Placement
+    micro_batches: int
+    instance: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    evaluation: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        faults = []
+        if len(self.stages) != self.degrees.pp:
+            faults.append(f"plan.stages: {len(self.stages)} stages given, pp={self.degrees.pp}")
+        if any(len(stage.chunks) != self.degrees.vpp for stage in self.stages):
+            faults.append(f"plan.stages: every stage must have vpp={self.degrees.vpp} chunks")
+        faults += [
+            f"placement.{axis}={self.placement.factors(axis)} multiplies to {prod(self.placement.factors(axis))}, "
+            f"not {axis}={getattr(self.degrees, axis)}"
+            for axis in AXES
+            if prod(self.placement.factors(axis)) != getattr(self.degrees, axis)
+        ]
+        if not _is_count(self.micro_batches, 1):
+            faults.append(f"plan.micro_batches={self.micro_batches!r} must be a whole number of at least 1")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.degrees.schedule
+
+    @property
+    def chunk_layers(self) -> tuple[int, ...]:
+        """Layers of every chunk in network order: chunk `v * pp + k` is the `v`-th of stage `k`."""
+        return tuple(stage.chunks[row] for row in range(self.degrees.vpp) for stage in self.stages)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """First layer of every chunk in network order, and the number of layers at the end."""
+        out = [0]
+        for layers in self.chunk_layers:
+            out.append(out[-1] + layers)
+        return tuple(out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: plain lists, numbers and strings."""
+        cuts, pp = self.cuts, self.degrees.pp
+        document: dict[str, Any] = {
+            "version": PLAN_VERSION,
+            "kind": "training",
+            "degrees": asdict(self.degrees) | {"devices": self.degrees.devices},
+            "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
+            "stages": [
+                {
+                    "layers": stage.layers,
+                    "chunks": [
+                        {"first_layer": cuts[row * pp + k], "layers": layers} for row, layers in enumerate(stage.chunks)
+                    ],
+                    "recompute": stage.recompute,
+                    "recompute_layers": stage.recompute_layers,
+                }
+                for k, stage in enumerate(self.stages)
+            ],
+            "placement": {
+                "rank_order": self.placement.rank_order,
+                **{axis: list(self.placement.factors(axis)) for axis in AXES},
+            },
+        }
+        if self.instance is not None:
+            document["instance"] = self.instance
+        if self.evaluation is not None:
+            document["evaluation"] = self.evaluation
+        return document
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @staticmethod
+    def from_dict(document: Any) -> Plan:
+        """Read the JSON document back.
+
+        Raises
+        ------
+        InputError
+            Naming every field that is missing, unknown or breaks a rule.
+        """
+        if not isinstance(document, dict):
+            raise InputError("plan: the document must be a JSON object")
+        if document.get("version") != PLAN_VERSION:
+            raise InputError(f"plan.version={document.get('version')!r} is not supported; this release reads {PLAN_VERSION}")
+        faults: list[str] = []
+        degrees = _read_degrees(document.get("degrees"), faults)
+        stages = _read_stages(document.get("stages"), faults)
+        placement = _read_placement(document.get("placement"), faults)
+        if degrees is None or stages is None or placement is None:
+            raise InputError(faults)
+        try:
+            plan = Plan(degrees, stages, placement, document.get("micro_batches", 0))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        return replace(plan, instance=document.get("instance"), evaluation=document.get("evaluation"))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read `plan.json`; raises `InputError` as `from_dict` does."""
+        if len(text) > MAX_FILE_BYTES:
+            raise InputError(f"plan: the file is larger than {MAX_FILE_BYTES} bytes")
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"plan: not JSON: {error}") from None
+        return Plan.from_dict(document)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_DEGREE
+
+
+def _read_degrees(entry: Any, faults: list[str]) -> Degrees | None:
+    if not isinstance(entry, dict):
+        faults.append("plan.degrees must be an object of degrees")
+        return None
+    known = {name: value for name, value in entry.items() if name != "devices"}
+    unknown = set(known) - set(Degrees.__slots__)
+    faults += [f"plan.degrees.{name} is unknown" for name in sorted(unknown)]
+    try:
+        return Degrees(**{name: value for name, value in known.items() if name not in unknown})
+    except ValueError as error:
+        faults.append(f"plan: {error}")
+        return None
+
+
+def _read_stages(entry: Any, faults: list[str]) -> tuple[Stage, ...] | None:
+    if not isinstance(entry, list) or not entry:
+        faults.append("plan.stages must be a list with one object per stage")
+        return None
+    stages = []
+    for index, stage in enumerate(entry):
+        try:
+            chunks = tuple(chunk["layers"] for chunk in stage["chunks"])
+            stages.append(Stage(chunks, stage.get("recompute", "none"), stage.get("recompute_layers", 0)))
+        except (KeyError, TypeError, AttributeError):
+            faults.append(f"plan.stages[{index}] needs chunks, each with layers")
+        except ValueError as error:
+            faults.append(f"plan.stages[{index}]: {error}")
+    return tuple(stages) if len(stages) == len(entry) else None
+
+
+def _read_placement(entry: Any, faults: list[str]) -> Placement | None:
+    try:
+        return Placement(*(tuple(entry[axis]) for axis in AXES), rank_order=entry.get("rank_order", "tp-dp-pp"))
+    except (KeyError, TypeError, AttributeError):
+        faults.append(f"plan.placement needs a list of factors for each of {', '.join(AXES)}")
+    except ValueError as error:
+        faults.append(f"plan: {error}")
+    return None

@@ -1,0 +1,206 @@
+"""Rule packs: which plans a framework accepts.
+
+A pack is a `Rules` value: what it allows as data, checked by the functions below. Each function returns every rule that
+its arguments break, in words that name the values, so that a caller can report all of them together. Sources are
+the lines of Megatron-Core named in `docs/rules.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.data.faults import InputError
+from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Model, Moe
+from shardwise.data.plan import Placement, Plan, RankOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What one framework and version accepts."""
+
+    name: str
+    version: str
+    schedules: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+    rank_orders: tuple[RankOrder, ...]
+    uniform_recompute: bool
+    linear_ranks: bool
+    interleave_group_is_pp: bool
+    sequence_parallel_needs_tp: bool
+    max_vpp: int = 16
+    max_micro_batch: int = 32
+
+
+MEGATRON_CORE = Rules(
+    name="megatron-core",
+    version="core 0.20.0 dev (d98e8a64ddf3)",
+    schedules=("1f1b", "interleaved-1f1b"),
+    zero_stages=(0, 1),
+    rank_orders=("tp-dp-pp", "tp-pp-dp"),
+    uniform_recompute=True,
+    linear_ranks=True,
+    interleave_group_is_pp=True,
+    sequence_parallel_needs_tp=True,
+)
+FREE = Rules(
+    name="free",
+    version="1",
+    schedules=("1f1b", "interleaved-1f1b"),
+    zero_stages=(0, 1),
+    rank_orders=("tp-dp-pp",),
+    uniform_recompute=False,
+    linear_ranks=False,
+    interleave_group_is_pp=True,
+    sequence_parallel_needs_tp=True,
+)
+PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
+
+
+def load_rules(name: str) -> Rules:
+    """The rule pack of that name; raises `InputError` for an unknown one."""
+    if name not in PACKS:
+        raise InputError(f"rules={name!r} is unknown; known packs are {', '.join(PACKS)}")
+    return PACKS[name]
+
+
+def tensor_faults(model: Model, tp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
+    """Rules on tensor parallelism: every sharded dimension divides.
+
+    Heads and key/value groups: transformer_config.py L1446, L1461-1468; linear attention L1500-1509; Mamba:
+    ssm/mamba_mixer.py L250-274; column and row dimensions: tensor_parallel/layers.py L1038, L1408.
+    """
+    faults = [fault for kind in model.kinds for fault in _kind_faults(kind, tp)]
+    if sequence_parallel and tp == 1:
+        faults.append("sequence_parallel=true needs tp > 1")
+    if sequence_parallel and seq_len % tp:
+        faults.append(f"tp={tp} does not divide seq_len={seq_len}, as sequence_parallel=true requires")
+    return list(dict.fromkeys(faults))
+
+
+def _kind_faults(kind: LayerKind, tp: int) -> Iterable[str]:
+    mixer, ffn = kind.mixer, kind.ffn
+    if isinstance(mixer, Attention):
+        if mixer.heads % tp:
+            yield f"tp={tp} does not divide num_attention_heads={mixer.heads}"
+        if mixer.latent is None and mixer.kv_heads % tp and tp % mixer.kv_heads:
+            yield f"tp={tp} neither divides nor is a multiple of num_key_value_heads={mixer.kv_heads}"
+    elif isinstance(mixer, LinearAttention):
+        for name, heads in (("key", mixer.key_heads), ("value", mixer.value_heads)):
+            if heads % tp:
+                yield f"tp={tp} does not divide linear_num_{name}_heads={heads}"
+    elif isinstance(mixer, Mamba):
+        if mixer.heads is not None and mixer.heads % tp:
+            yield f"tp={tp} does not divide mamba_num_heads={mixer.heads}"
+        if mixer.heads is not None and mixer.groups % tp:
+            yield f"tp={tp} does not divide mamba n_groups={mixer.groups}"
+        if mixer.inner % tp:
+            yield f"tp={tp} does not divide mamba inner size={mixer.inner}"
+    if isinstance(ffn, Mlp | Moe) and ffn.intermediate % tp:
+        name = "moe_intermediate_size" if isinstance(ffn, Moe) else "intermediate_size"
+        yield f"tp={tp} does not divide {name}={ffn.intermediate}"
+    if isinstance(ffn, Moe) and ffn.shared_intermediate % tp:
+        yield f"tp={tp} does not divide shared_expert_intermediate_size={ffn.shared_intermediate}"
+
+
+def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:
+    """Rules on the shape of the pipeline. Interleaving needs pp > 1 (arguments.py L1002-1006)."""
+    faults = []
+    if pp > 1 and pp * vpp > layers + 2:
+        faults.append(
+            f"pp={pp} x vpp={vpp} makes {pp * vpp} chunks, more than layers={layers} + 2: "
+            "only the first and the last chunk may be without a layer"
+        )
+    if vpp > 1 and pp == 1:
+        faults.append(f"vpp={vpp} needs pp > 1")
+    if vpp > rules.max_vpp:
+        faults.append(f"vpp={vpp} is above the maximum of the universe, {rules.max_vpp}")
+    return faults
+
+
+def batch_faults(rules: Rules, global_batch: int, micro_batch: int, dp: int) -> list[str]:
+    """global_batch % (micro_batch * dp) == 0 (num_microbatches_calculator.py L381)."""
+    faults = []
+    if global_batch % (micro_batch * dp):
+        faults.append(f"micro_batch={micro_batch} x dp={dp} does not divide global_batch={global_batch}")
+    if micro_batch > rules.max_micro_batch:
+        faults.append(f"micro_batch={micro_batch} is above the maximum of the universe, {rules.max_micro_batch}")
+    return faults
+
+
+def interleave_faults(rules: Rules, pp: int, vpp: int, micro_batches: int) -> list[str]:
+    """Interleaving runs groups of pp micro-batches: M >= pp and M % pp == 0 (schedules.py L1157-1180, default group)."""
+    if vpp > 1 and rules.interleave_group_is_pp and micro_batches % pp:
+        return [f"vpp={vpp} needs micro_batches={micro_batches} to be a multiple of pp={pp}"]
+    return []
+
+
+def rank_faults(rules: Rules, placement: Placement) -> list[str]:
+    """With ranks numbered along the cluster, an axis leaves a level only when all faster axes are complete within it."""
+    if placement.rank_order not in rules.rank_orders:
+        return [f"rank_order={placement.rank_order} is not one of {', '.join(rules.rank_orders)}"]
+    if rules.linear_ranks and not is_linear(placement):
+        return [
+            f"placement tp={placement.tp}, pp={placement.pp}, dp={placement.dp} is not reached by "
+            f"rank order {placement.rank_order}"
+        ]
+    return []
+
+
+def is_linear(placement: Placement) -> bool:
+    """Whether numbering ranks by `rank_order` along the devices gives this placement.
+
+    Read axis by axis, fastest first, the levels at which an axis splits must never fall back to an inner one.
+    """
+    levels = [
+        level
+        for axis in placement.rank_order.split("-")
+        for level, factor in enumerate(placement.factors(axis))
+        if factor > 1
+    ]
+    return levels == sorted(levels)
+
+
+def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
+    """Rules on stages: every layer once, empty chunks only at the ends, even interleaving, uniform recompute."""
+    faults = []
+    chunks = plan.chunk_layers
+    if sum(chunks) != len(model.layers):
+        faults.append(f"stages hold {sum(chunks)} layers, the model has {len(model.layers)}")
+    if any(n == 0 for n in chunks[1:-1]):
+        faults.append("a chunk between the first and the last has no layer")
+    if len(chunks) == 1 and chunks[0] == 0:
+        faults.append("the only stage has no layer")
+    if plan.degrees.vpp > 1 and not is_even(chunks):
+        faults.append(
+            "with vpp > 1 the chunks between the first and the last must hold q + 1 or q layers each, larger ones first"
+        )
+    if rules.uniform_recompute and len({(stage.recompute, stage.recompute_layers) for stage in plan.stages}) > 1:
+        faults.append(f"{rules.name} takes one recompute setting for all stages")
+    return faults
+
+
+def is_even(chunks: tuple[int, ...]) -> bool:
+    """Whether the chunks between the first and the last are q + 1 or q layers, larger ones first."""
+    middle = chunks[1:-1]
+    return not middle or (
+        all(a >= b for a, b in zip(middle, middle[1:], strict=False)) and middle[0] - middle[-1] <= 1
+    )
+
+
+def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
+    """Every rule that `plan` breaks."""
+    d = plan.degrees
+    faults = tensor_faults(model, d.tp, d.sequence_parallel, seq_len)
+    faults += pipeline_faults(rules, len(model.layers), d.pp, d.vpp)
+    faults += batch_faults(rules, global_batch, d.micro_batch, d.dp)
+    if plan.micro_batches * d.micro_batch * d.dp != global_batch:
+        faults.append(
+            f"micro_batches={plan.micro_batches} x micro_batch={d.micro_batch} x dp={d.dp} is not global_batch={global_batch}"
+        )
+    faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
+    if d.zero not in rules.zero_stages:
+        faults.append(f"zero={d.zero} is not one of {rules.zero_stages}")
+    faults += stage_faults(rules, model, plan)
+    faults += rank_faults(rules, plan.placement)
+    return faults

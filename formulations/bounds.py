@@ -1,0 +1,196 @@
+"""Admissible lower bounds on the step time of candidates, before any stage is decided.
+
+With W the time of one micro-batch through all layers, embedding and head (forward and backward, no recompute), the best
+placement of every group assumed, m micro-batches, p stages, v chunks a stage, L layers, and t the fastest layer kind:
+
+(B1) memory: all stages together hold every layer's states and at least one micro-batch of fully recomputed activations,
+     so  sum of those + p * fixed <= p * capacity, or the candidate has no plan.
+(B2) work, v = 1: the path through stage k takes sum_{j<k} t_j + m t_k, t_j the time of stage j for one micro-batch, so
+     any convex combination of the p paths bounds the step. The one that weights all stages alike has weight
+     c = 1 / (1 - (1 - 1/m)^p) and gives  T >= overhead + c W + (c - 1) * transfers.
+(B3) work, v > 1: the mean over stages gives m W / p, and the mean fill of the chunks 1 .. k - 1, each mean at least
+     (L - n) / (p v - 2) layers because larger chunks come first; n bounds the layers of the last chunk, as a plan with
+     more than n there is slower than the incumbent.
+(B4) whole layers: some stage holds at least ceil(L / p) layers, so  T >= overhead + m t ceil(L / p).
+(B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
+     the tail is exact.
+
+Each is proven from (T1)-(T5) alone and property-tested against exhaustive minima.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.plan import Degrees
+from shardwise.formulations.candidates import Grid, PlacementTable, divisors
+from shardwise.formulations.coefficients import CostTables
+from shardwise.formulations.layer_costs import Sharding, ShardTimes, tensor_parallel_time_s
+from shardwise.formulations.memory import MIB, end_params_on_device, head_activations_bytes, state_bytes, tied_copy
+from shardwise.formulations.step_time import hop_time_s, spans_of
+
+Floats = npt.NDArray[np.float64]
+SAFETY = 1 - 1e-9
+"""Float bounds are scaled down by this before they are compared: their own rounding never prunes an optimum."""
+
+
+@dataclass(frozen=True)
+class BestCase:
+    """Per instance: the best placement of each group alone, which no real placement beats."""
+
+    tables: CostTables
+    placement_table: PlacementTable
+
+    def group_factors(self, size: int) -> list[tuple[int, ...]]:
+        """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
+        found: list[tuple[int, ...]] = []
+
+        def extend(left: int, block: tuple[int, ...]) -> None:
+            capacity = self.placement_table.capacity(block)
+            if len(block) == self.placement_table.depth - 1:
+                if left <= capacity:
+                    found.append((*block, left))
+                return
+            for factor in divisors(left):
+                if factor <= capacity:
+                    extend(left // factor, (*block, factor))
+
+        extend(size, ())
+        return found
+
+    def times(self, sharding: Sharding) -> ShardTimes | None:
+        """Layer times with the fastest tensor-parallel placement; None when the group fits nowhere."""
+        instance = self.tables.instance
+        spans = [spans_of(factors, instance.levels) for factors in self.group_factors(sharding.tp)]
+        if not spans:
+            return None
+        best = min(spans, key=lambda option: tensor_parallel_time_s(instance, sharding, option))
+        return self.tables.layer_costs.times(sharding, best)
+
+    def sync_rate_s(self, dp: int, zero: int) -> float | None:
+        """Seconds of gradient sync per parameter with the fastest data-parallel placement."""
+        rates = [self.tables.sync_rates(factors, zero).communication_s for factors in self.group_factors(dp)]
+        return min(rates, default=None)
+
+
+def work_bound_s(
+    work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, micro_batches: npt.ArrayLike,
+    pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike,
+) -> Floats:  # fmt: skip
+    """(B2), (B3), (B4) without overhead, element by element.
+
+    Parameters
+    ----------
+    work, transfers, fastest
+        Seconds per micro-batch: W, exposed transfers summed over stages, and t.
+    last_chunk
+        n of (B3).
+    """
+    w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
+    m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
+    weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
+    single = weight * w + (weight - 1) * x
+    chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
+    interleaved = m / p * (w + x) + t * chunk * (p - 1) * (p - 2) / (2 * p)
+    whole = m * t * np.ceil(layers / p)
+    return np.asarray(np.maximum(np.where(v == 1, single, interleaved), whole))
+
+
+@dataclass(frozen=True)
+class GridBounds:
+    """Bounds of all rows of a grid: `lower_s` in seconds, and whether (B1) leaves a plan at all."""
+
+    lower_s: Floats
+    fits: npt.NDArray[np.bool_]
+
+
+def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBounds:
+    """(B1)-(B5) of every row of `grid`, with the best placement of each group assumed."""
+    tables, instance, shape = best.tables, best.tables.instance, grid.shape
+    kinds = np.array(instance.model.kind_indices)
+    counts = np.bincount(kinds, minlength=len(instance.model.kinds))
+    layers, profile = len(kinds), instance.profile
+    work, fastest, hops = (np.full(len(grid), np.inf) for _ in range(3))
+    for micro_batch in np.unique(grid.micro_batch):
+        rows = grid.micro_batch == micro_batch
+        sharding = Sharding(shape.tp, int(micro_batch), shape.sequence_parallel)
+        times = best.times(sharding)
+        if times is None:
+            continue
+        total = sum(n * time.both_s for n, time in zip(counts, times.kinds, strict=True))
+        work[rows] = total + times.embedding.both_s + times.head.both_s
+        fastest[rows] = min(time.both_s for time in times.kinds)
+        probe = Degrees(tp=shape.tp, micro_batch=int(micro_batch), sequence_parallel=shape.sequence_parallel)
+        hops[rows] = min(hop_time_s(instance, probe, link) for link in instance.levels)
+    sums = _tails(best, grid, counts, work)
+    exposed = np.where(grid.vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved * grid.vpp)
+    transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * exposed * hops, 0.0)
+    last_chunk = np.full(len(grid), float(layers))
+    if incumbent_s is not None:
+        last_chunk = np.minimum(np.floor(incumbent_s / (grid.micro_batches * fastest)), layers)
+    lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk)
+    lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
+    return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
+
+
+def _tails(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64], work: Floats) -> Floats:
+    """(B5): sums of floor tails over all stages; with one stage the larger of both tails."""
+    tables, instance, tp, zero = best.tables, best.tables.instance, grid.shape.tp, grid.shape.zero
+    profile = instance.profile
+    params = sum(int(n) * size for n, size in zip(counts, tables.kind_params(tp), strict=True))
+    params += end_params_on_device(instance, tp, head=False) + end_params_on_device(instance, tp, head=True)
+    out = np.full(len(grid), np.inf)
+    for dp in np.unique(grid.dp):
+        rate = best.sync_rate_s(int(dp), zero)
+        if rate is None:
+            continue
+        rows = grid.dp == dp
+        optimizer = tables.sync_rates(best.group_factors(int(dp))[0], zero).optimizer_s
+        floor = profile.dp_comm_floor * rate * params + optimizer * params
+        hidden = profile.dp_comm_overlap * work[rows] if rate else 0.0
+        overlap = rate * params - hidden + optimizer * params
+        out[rows] = np.where(grid.pp[rows] == 1, np.maximum(floor, overlap), floor)
+    return out
+
+
+def _memory_fits(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(B1) of every row."""
+    return least_memory(best, grid, counts) <= best.tables.capacity_mib * MIB
+
+
+def least_memory(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> Floats:
+    """(B1) Bytes that some device needs at least, for every row."""
+    tables, instance, shape = best.tables, best.tables.instance, grid.shape
+    params = sum(int(n) * size for n, size in zip(counts, tables.kind_params(shape.tp), strict=True))
+    out = np.zeros(len(grid))
+    for dp in np.unique(grid.dp):
+        for micro_batch in np.unique(grid.micro_batch[grid.dp == dp]):
+            rows = (grid.dp == dp) & (grid.micro_batch == micro_batch)
+            micro = int(micro_batch)
+            kept = tables.activations(shape.tp, micro, shape.sequence_parallel)
+            activations = sum(n * min(a.full, a.none) for n, a in zip(counts, kept, strict=True))
+            for pipelined in (False, True):
+                chosen = rows & ((grid.pp > 1) == pipelined)
+                ends = end_params_on_device(instance, shape.tp, head=False) + end_params_on_device(
+                    instance, shape.tp, head=True, with_tied_copy=tied_copy(instance, 2 if pipelined else 1)
+                )
+                states = state_bytes(instance, params + ends, int(dp), shape.zero).total
+                need = states + activations + head_activations_bytes(instance, shape.tp, micro)
+                out[chosen] = need / grid.pp[chosen] + instance.profile.memory_reserve_bytes
+    return out
+
+
+def least_memory_bytes(best: BestCase, grids: list[Grid]) -> tuple[float, Degrees]:
+    """The smallest (B1) of all candidates, and its degrees."""
+    counts = np.bincount(np.array(best.tables.instance.model.kind_indices))
+    lowest: tuple[float, Degrees] | None = None
+    for grid in grids:
+        need = least_memory(best, grid, counts)
+        row = int(np.argmin(need))
+        if lowest is None or need[row] < lowest[0]:
+            lowest = float(need[row]), grid.degrees(row)
+    assert lowest is not None
+    return lowest

@@ -1,0 +1,110 @@
+"""Variables of the formulation, in containers that answer questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from shardwise.data.instance import Instance
+from shardwise.formulations.candidates import Candidate
+from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
+
+Linear = cp_model.LinearExprT
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate with what its constraints need: integer time coefficients, memory, and its admissible bound."""
+
+    candidate: Candidate
+    time: TimeCoefficients
+    memory: MemoryCoefficients
+    bound: int
+
+    @property
+    def stages(self) -> int:
+        return self.candidate.degrees.pp
+
+    def chunks_of(self, stage: int) -> range:
+        """Chunks of a stage, first row first."""
+        return range(stage, self.candidate.degrees.virtual_stages, self.stages)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """x: which candidate. `order` variables are the channelled degrees."""
+
+    literals: tuple[cp_model.IntVar, ...]
+    degrees: dict[str, cp_model.IntVar]
+
+    def uses(self, option: int) -> cp_model.IntVar:
+        return self.literals[option]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Cut points and layer counts. `cut[i]` starts chunk i; `count[q][i]` layers of kind q."""
+
+    cut: tuple[cp_model.IntVar, ...]
+    layers: tuple[cp_model.IntVar, ...]
+    count: tuple[tuple[cp_model.IntVar, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """Per chunk: selective or not, layers recomputed at the start, and counts per kind."""
+
+    selective: tuple[cp_model.IntVar, ...]
+    block: tuple[cp_model.IntVar, ...]
+    full_layers: tuple[cp_model.IntVar, ...]
+    full: tuple[tuple[cp_model.IntVar, ...], ...]
+    selected: tuple[tuple[cp_model.IntVar, ...], ...]
+    any_full: tuple[cp_model.IntVar, ...]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """T and the times of the paths that bound it."""
+
+    step: cp_model.IntVar
+    fill: tuple[cp_model.IntVar, ...]
+    end: tuple[cp_model.IntVar, ...]
+
+
+def weighted(coefficients: tuple[float, ...], counts: tuple[tuple[cp_model.IntVar, ...], ...], chunk: int) -> Linear:
+    """Sum over kinds of coefficient times count in one chunk."""
+    variables = [row[chunk] for row in counts]
+    return cp_model.LinearExpr.weighted_sum(variables, [int(c) for c in coefficients])
+
+
+def new_choice(model: cp_model.CpModel, options: tuple[Option, ...]) -> Choice:
+    """x_c and the degree variables, over the values that occur."""
+    literals = tuple(model.new_bool_var(f"candidate[{i}]") for i in range(len(options)))
+    degrees = {}
+    for name in ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "sequence_parallel"):
+        values = sorted({int(getattr(option.candidate.degrees, name)) for option in options})
+        degrees[name] = model.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
+    for axis in ("tp", "pp", "dp"):
+        for level in range(len(options[0].candidate.placement.tp)):
+            values = sorted({option.candidate.placement.factors(axis)[level] for option in options})
+            name = f"{axis}_at_level[{level}]"
+            degrees[name] = model.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
+    return Choice(literals, degrees)
+
+
+def new_chunks(model: cp_model.CpModel, instance: Instance, chunks: int) -> Chunks:
+    """Cut points and counts of `chunks` chunks."""
+    total, kinds = len(instance.model.layers), len(instance.model.kinds)
+    cut = tuple(model.new_int_var(0, total, f"cut[{i}]") for i in range(chunks + 1))
+    layers = tuple(model.new_int_var(0, total, f"layers[{i}]") for i in range(chunks))
+    if kinds == 1:
+        return Chunks(cut, layers, (layers,))
+    indices = instance.model.kind_indices
+    count = tuple(
+        tuple(model.new_int_var(0, indices.count(q), f"count[{q}][{i}]") for i in range(chunks)) for q in range(kinds)
+    )
+    return Chunks(cut, layers, count)

@@ -1,0 +1,382 @@
+"""The best split of the layers of one candidate: an exact minimum of a relaxation, in integer units.
+
+(P1) v = 1. With the layers before stage k fixed, fill and drain without recompute are known, so the step is at least
+     the largest over k of  max(A_k + drain to stage 0 + floor tail of the embedding, A_k + X_k).  A dynamic program over (stage, first
+     layer) minimises that maximum.
+(P2) v > 1. Even chunks leave two numbers to choose, the layers of the first and of the last chunk; all pairs are tried
+     at once.
+(P3) recompute: each stage takes on its own the cheapest setting that fits its memory, of one mode for all stages where
+     the pack wants that (the modes are then tried one by one, and full recompute repeats at least one layer of every
+     chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1 memory is taken at one moment
+     of the schedule only, right after the warm-up.
+
+So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. Both are exact
+when nothing is recomputed and every drain ends at stage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.instance import Instance
+from shardwise.data.plan import Plan, Recompute, Stage
+from shardwise.formulations.candidates import Candidate
+from shardwise.formulations.coefficients import CostTables, MemoryCoefficients, TimeCoefficients
+from shardwise.formulations.schedule import in_flight_after_warm_up
+
+Ints = npt.NDArray[np.int64]
+Modes = tuple[Recompute, ...]
+INFINITE = np.int64(2**62)
+_MODES: Modes = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Split:
+    """`bound` in integer units; the cuts of the relaxed optimum, and per chunk the layers recomputed to fit."""
+
+    bound: int
+    cuts: tuple[int, ...]
+    settings: tuple[tuple[Recompute, int], ...]
+
+
+class SplitSearch:
+    """(P1)-(P3) for the candidates of one instance."""
+
+    def __init__(self, instance: Instance, tables: CostTables) -> None:
+        self.instance, self.tables = instance, tables
+        self.kinds = np.array(instance.model.kind_indices)
+        self.layers = len(self.kinds)
+        self._kept_prefixes: dict[tuple[int, int, str], Ints] = {}
+        wanted = instance.limits.recompute
+        modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
+        self.mode_sets: tuple[Modes, ...] = (
+            tuple((mode,) for mode in modes) if instance.rules.uniform_recompute else (modes,)
+        )
+
+    def prefix(self, per_kind: tuple[float, ...]) -> Ints:
+        """Sums over the first 0, 1, ... L layers."""
+        out = np.zeros(self.layers + 1, dtype=np.int64)
+        np.cumsum(np.asarray(per_kind, dtype=np.int64)[self.kinds], out=out[1:])
+        return out
+
+    def best(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> list[Split]:
+        """Relaxed optima, the last one the best: its bound is that of the candidate.
+
+        Earlier ones are of other recompute modes. Empty when no split both fits memory and has a bound within `limit`
+        units.
+        """
+        memory = self.tables.memory(candidate.degrees)
+        search = self._single if candidate.degrees.vpp == 1 else self._interleaved
+        found: list[Split] = []
+        for modes in self.mode_sets:
+            split = search(candidate, time, memory, limit, modes)
+            if split is not None:
+                found.append(split)
+                limit = split.bound - 1
+        return found
+
+    def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
+        """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""
+        key = (id(memory), in_flight_count, mode)
+        if key not in self._kept_prefixes:
+            kept = tuple(memory.kept(kind, in_flight_count, mode) for kind in range(len(memory.state)))
+            self._kept_prefixes[key] = self.prefix(kept)
+        return self._kept_prefixes[key]
+
+    def _single(
+        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
+    ) -> Split | None:
+        """(P1)."""
+        p, m, total = candidate.degrees.pp, candidate.micro_batches, self.layers
+        most = self._most_layers(time, limit)
+        busy, forward, backward = (self.prefix(c) for c in (time.busy, time.forward, time.backward))
+        floor, overlap = self.prefix(time.tail_floor), self.prefix(time.tail_overlap)
+        state = self.prefix(memory.state)
+        hops = np.concatenate(([0], np.cumsum(np.asarray(time.hops, dtype=np.int64)))) if p > 1 else np.zeros(1, np.int64)
+        value = np.full(total + 1, INFINITE)
+        value[total] = 0
+        choices: list[tuple[Ints, Ints, Ints, Ints]] = []
+        for k in reversed(range(p)):
+            least = 0 if k in (0, p - 1) and p > 1 else 1
+            first = np.arange(max(k - 1, 0, total - (p - k) * most), min(total - max(p - 2 - max(k - 1, 0), 0), k * most) + 1)
+            if k == 0:
+                first = np.zeros(1, dtype=np.int64)
+            size = np.arange(least, most + 1)
+            if not len(first) or not len(size):
+                return None
+            start = first[:, None]
+            end = np.minimum(start + size, total)
+            flying = in_flight_after_warm_up(p, 1, m, k)[0]
+            extra, mode, block = self._stage_recompute(memory, time, state, start, end, flying, k, p, modes)
+            work = busy[end] - busy[start] + extra + int(time.transfers[k])
+            tail_floor, tail_overlap = floor[end] - floor[start], overlap[end] - overlap[start]
+            if k == 0:
+                work = work + int(time.embedding_busy)
+                tail_floor = tail_floor + int(time.embedding_tail_floor)
+                tail_overlap = tail_overlap + int(time.embedding_tail_overlap)
+            if k == p - 1:
+                work = work + int(time.head_busy)
+                tail_floor = tail_floor + int(time.head_tail_floor)
+                tail_overlap = tail_overlap + int(time.head_tail_overlap)
+            tied = int(time.tied) if p > 1 and k in (0, p - 1) else 0
+            tail = np.maximum(tail_floor, tail_overlap) + tied
+            before = forward[start] + hops[k] + (int(time.embedding_forward) if k else 0)
+            after = backward[start] + hops[k] + (int(time.embedding_backward) if k else 0)
+            drained = after + int(time.embedding_tail_floor) + (int(time.tied) if p > 1 else 0)
+            cost = int(time.overhead) + before + work + np.maximum(tail, drained if k else tail)
+            cost = np.where((extra < INFINITE // 4) & (start + size <= total), cost, INFINITE)
+            onward = np.maximum(cost, value[end])
+            pick = np.argmin(onward, axis=1)
+            rows = np.arange(len(first))
+            choices.append((first, size[pick], mode[rows, pick], block[rows, pick]))
+            value = np.full(total + 1, INFINITE)
+            value[first] = onward[rows, pick]
+        bound = int(value[0])
+        if bound > limit:
+            return None
+        cuts, settings, position = [0], [], 0
+        for first, size, mode, block in reversed(choices):
+            row = int(position - first[0])
+            settings.append((_MODES[int(mode[row])], int(block[row])))
+            position += int(size[row])
+            cuts.append(position)
+        return Split(bound, tuple(cuts), tuple(settings))
+
+    def _most_layers(self, time: TimeCoefficients, limit: int) -> int:
+        """No stage of a plan within `limit` holds more layers than this."""
+        room = limit - int(time.overhead)
+        fastest = min(time.busy)
+        return self.layers if fastest <= 0 else max(0, min(self.layers, int(room // fastest)))
+
+    def _stage_recompute(
+        self,
+        memory: MemoryCoefficients,
+        time: TimeCoefficients,
+        state: Ints,
+        start: Ints,
+        end: Ints,
+        flying: int,
+        stage: int,
+        stages: int,
+        modes: Modes,
+    ) -> tuple[Ints, Ints, Ints]:
+        """(P3) for one chunk a stage: extra busy time, mode index and recomputed layers of each (start, end)."""
+        base = memory.fixed + (memory.embedding if stage == 0 else 0) + (memory.head if stage == stages - 1 else 0)
+        none = self._kept(memory, flying, "none")
+        held = base + state[end] - state[start]
+        spare = memory.capacity - held
+        plain = none[end] - none[start]
+        extra = np.full(plain.shape, INFINITE // 2)
+        mode, block = np.zeros(plain.shape, np.int64), np.zeros(plain.shape, np.int64)
+        if "full" in modes:
+            full = self._kept(memory, flying, "full")
+            saved = none - full
+            again = self.prefix(time.busy_full)
+            need = np.maximum(plain + memory.working - spare, 0)
+            least = 1 if modes == ("full",) else 0
+            until = np.maximum(np.searchsorted(saved, saved[start] + need), np.minimum(start + least, end))
+            reachable = until <= end
+            cost = again[np.minimum(until, end)] - again[start]
+            extra = np.where(reachable, cost, extra)
+            mode = np.where(reachable, 2, mode)
+            block = np.where(reachable, np.maximum(until - start, 1), block)
+            if least and np.any(start == end):
+                empty = (start == end) & (spare >= 0)
+                extra, block = np.where(empty, 0, extra), np.where(empty, 1, block)
+        if "selective" in modes:
+            selective = self._kept(memory, flying, "selective")
+            again = self.prefix(time.busy_selective)
+            cost = again[end] - again[start]
+            better = (selective[end] - selective[start] <= spare) & (cost < extra)
+            extra, mode, block = np.where(better, cost, extra), np.where(better, 1, mode), np.where(better, 0, block)
+        if "none" in modes:
+            plainly = plain <= spare
+            extra, mode, block = np.where(plainly, 0, extra), np.where(plainly, 0, mode), np.where(plainly, 0, block)
+        return extra, mode, block
+
+    def _interleaved(
+        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
+    ) -> Split | None:
+        """(P2)."""
+        d, total = candidate.degrees, self.layers
+        p, v, chunks = d.pp, d.vpp, d.virtual_stages
+        most = self._most_layers(time, limit)
+        cuts = even_cuts(total, p, v, most)
+        if not len(cuts):
+            return None
+        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
+        cuts = cuts[sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit]
+        if not len(cuts):
+            return None
+        cuts, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
+        if not len(cuts):
+            return None
+        value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra)
+        best = int(np.argmin(value))
+        if value[best] > limit:
+            return None
+        settings = tuple((_MODES[int(a)], int(b)) for a, b in zip(mode[best], block[best], strict=True))
+        return Split(int(value[best]), tuple(int(cut) for cut in cuts[best]), settings)
+
+    def _least_extra(self, time: TimeCoefficients, cuts: Ints, p: int, v: int, modes: Modes) -> Ints:
+        """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
+        if "none" in modes or len(modes) > 1:
+            return np.zeros((len(cuts), p), np.int64)
+        again = self.prefix(time.busy_selective if modes == ("selective",) else time.busy_full)
+        start, end = cuts[:, :-1], cuts[:, 1:]
+        until = end if modes == ("selective",) else np.minimum(start + 1, end)
+        extra: Ints = (again[until] - again[start]).reshape(-1, v, p).sum(axis=1)
+        return extra
+
+    def _interleaved_recompute(
+        self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, modes: Modes
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """(P3) for several chunks a stage: the splits that fit, and extra busy time, mode index and block by stage."""
+        d = candidate.degrees
+        p, v = d.pp, d.vpp
+        shape = (len(cuts), p)
+        extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        again, selective = self.prefix(time.busy_full), self.prefix(time.busy_selective)
+        states = self.prefix(memory.state)
+        for k in range(p):
+            vector = in_flight_after_warm_up(p, v, candidate.micro_batches, k)
+            start, end = cuts[:, k:-1:p], cuts[:, k + 1 :: p]
+            base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
+            spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
+
+            def kept(middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, vector: tuple[int, ...] = vector) -> Ints:
+                """Activations when each chunk is in `mode` up to `middle` and keeps everything after it."""
+                total = np.zeros(len(start), np.int64)
+                for row, count in enumerate(vector):
+                    head, plain = self._kept(memory, count, mode), self._kept(memory, count, "none")
+                    total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
+                return total
+
+            cost = extra[:, k]
+            if "none" in modes:
+                cost[kept(end, "none") <= spare] = 0
+            if "selective" in modes and not (cost == 0).all():
+                added = (selective[end] - selective[start]).sum(axis=1)
+                better = (kept(end, "selective") <= spare) & (added < cost)
+                cost[better], mode[better, k] = added[better], 1
+            if "full" in modes:
+                for size in range(1, int((end - start).max()) + 1):
+                    undecided = (cost >= INFINITE // 4) | (mode[:, k] == 1)
+                    if not undecided.any():
+                        break
+                    middle = np.minimum(start + size, end)
+                    added = (again[middle] - again[start]).sum(axis=1)
+                    working = np.where((middle > start).any(axis=1), memory.working, 0)
+                    better = undecided & (kept(middle, "full") + working <= spare) & (added < cost)
+                    cost[better], mode[better, k], block[better, k] = added[better], 2, size
+            alive = cost < INFINITE // 4
+            if not alive.all():
+                cuts, extra, mode, block = cuts[alive], extra[alive], mode[alive], block[alive]
+                if not len(cuts):
+                    break
+        return cuts, extra, mode, block
+
+
+@dataclass(frozen=True)
+class _ChunkSums:
+    """Sums of the time coefficients over the chunks of many splits: one row per split."""
+
+    time: TimeCoefficients
+    busy: Ints
+    forward: Ints
+    backward: Ints
+    tail: Ints
+
+    @staticmethod
+    def of(
+        prefix: Callable[[tuple[float, ...]], Ints], time: TimeCoefficients, cuts: Ints, p: int, v: int
+    ) -> _ChunkSums:
+        """Per stage busy time and tail; per stage the passes of its first chunk."""
+        table = np.stack(
+            [prefix(c) for c in (time.busy, time.tail_floor, time.tail_overlap, time.forward, time.backward)]
+        )
+        chunk = np.diff(table[:, cuts])
+        busy, floor, overlap = chunk[:3].reshape(3, -1, v, p).sum(axis=2)
+        forward, backward = chunk[3, :, :p].copy(), chunk[4, :, :p].copy()
+        busy += np.asarray(time.transfers, dtype=np.int64)
+        busy[:, 0] += int(time.embedding_busy)
+        busy[:, -1] += int(time.head_busy)
+        forward[:, 0] += int(time.embedding_forward)
+        backward[:, 0] += int(time.embedding_backward)
+        floor[:, 0] += int(time.embedding_tail_floor)
+        overlap[:, 0] += int(time.embedding_tail_overlap)
+        floor[:, -1] += int(time.head_tail_floor)
+        overlap[:, -1] += int(time.head_tail_overlap)
+        tail = np.maximum(floor, overlap)
+        tail[:, [0, -1]] += int(time.tied)
+        return _ChunkSums(time, busy, forward, backward, tail)
+
+    def value(self, extra: Ints) -> Ints:
+        """(T1)-(T5) of each split, with `extra` busy time per stage and no recompute in fill and drain."""
+        hops = np.asarray(self.time.hops, dtype=np.int64)
+        ends = self.busy + extra
+        ends[:, 1:] += np.cumsum(self.forward[:, :-1] + hops, axis=1)
+        # E_j is the latest of A_k plus the drain from k to j: shifted by the drain to stage 0, a running maximum.
+        drain = np.zeros_like(ends)
+        np.cumsum(self.backward[:, :-1] + hops, axis=1, out=drain[:, 1:])
+        ends = np.maximum.accumulate((ends + drain)[:, ::-1], axis=1)[:, ::-1] - drain
+        value: Ints = int(self.time.overhead) + (ends + self.tail).max(axis=1)
+        return value
+
+
+@lru_cache(maxsize=512)
+def even_cuts(layers: int, p: int, v: int, most: int) -> Ints:
+    """(P2) The cuts of all even chunkings that leave at most `most` layers on a stage; one row each."""
+    sizes = even_chunks(layers, p * v, most)
+    sizes = sizes[sizes.reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= most]
+    cuts = np.zeros((len(sizes), p * v + 1), dtype=np.int64)
+    np.cumsum(sizes, axis=1, out=cuts[:, 1:])
+    return cuts
+
+
+def even_chunks(layers: int, chunks: int, most: int) -> Ints:
+    """(P2) All even chunkings: first and last free up to `most`, larger middle chunks first; one row each."""
+    first, last = np.meshgrid(np.arange(most + 1), np.arange(most + 1), indexing="ij")
+    first, last = first.ravel(), last.ravel()
+    middle = layers - first - last
+    keep = middle >= chunks - 2
+    first, last, middle = first[keep], last[keep], middle[keep]
+    base, larger = middle // (chunks - 2), middle % (chunks - 2)
+    inner = base[:, None] + (np.arange(chunks - 2) < larger[:, None])
+    return np.concatenate((first[:, None], inner, last[:, None]), axis=1).astype(np.int64)
+
+
+def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list[Plan]:
+    """Plans with the cuts of `split`: its own recompute settings, or one for all stages where the pack wants that."""
+    d = candidate.degrees
+    sizes = [b - a for a, b in zip(split.cuts, split.cuts[1:], strict=False)]
+    chunks = [tuple(sizes[k :: d.pp]) for k in range(d.pp)]
+    options: list[list[tuple[Recompute, int]]]
+    if not instance.rules.uniform_recompute:
+        options = [list(split.settings)]
+    else:
+        modes = {mode for mode, _ in split.settings}
+        uniform: list[tuple[Recompute, int]] = []
+        if modes == {"none"}:
+            uniform.append(("none", 0))
+        if "selective" in modes:
+            uniform.append(("selective", 0))
+        if modes & {"selective", "full"} and instance.limits.recompute != "selective":
+            needed = max((block for mode, block in split.settings if mode == "full"), default=1)
+            largest = max(sizes)
+            uniform += [("full", block) for block in sorted({needed, min(needed + 1, largest), largest}) if block]
+        options = [[setting] * d.pp for setting in uniform]
+    return [
+        Plan(
+            d,
+            tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)),
+            candidate.placement,
+            candidate.micro_batches,
+        )
+        for option in options
+    ]

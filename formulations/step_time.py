@@ -1,0 +1,95 @@
+"""Step time as the longest of the simple paths through the schedule.
+
+Stage k of p runs its passes in a fixed order, so any path through the graph of passes is a valid lower bound on the
+step, and the longest of a family of paths is the step time that is minimised. The family used here, with `F_j`, `B_j`
+the passes of the first chunk of stage j for one micro-batch (embedding included for j = 0), `hop_j` the transfer between
+stages j and j + 1, and `W_k` the time that stage k works on all chunks of all m micro-batches:
+
+(T1) stage k starts after the fill and is then busy:  A_k = sum_{j<k} (F_j + hop_j) + W_k
+(T2) W_k = m (sum of forward and backward over its layers, recompute included, + exposed transfers)
+(T3) its last backward is followed by the drain:      E_j = max(A_j, E_{j+1} + hop_j + B_j)
+(T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
+     X_j = max(floor * G_j, G_j - overlap * (F + B of one micro-batch on stage j)) + optimizer
+(T5) T = overhead + max_j (E_j + X_j)
+
+For even stages and no communication (T1) is the textbook (m + (p - 1) / v) (F + B) of (interleaved) 1F1B (Narayanan et
+al., arXiv 2104.04473, section 2.2). A simulator may add longer paths of the same linear form later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.data.cluster import Link
+from shardwise.data.instance import Instance
+from shardwise.data.plan import Degrees, Placement
+from shardwise.data.workload import OPTIMIZER_STATE_BYTES
+from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
+from shardwise.formulations.kernels import memory_bound_time_s
+from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
+from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES
+
+
+def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
+    """The group of one axis as (members, link) per level, innermost first."""
+    return tuple(zip(factors, levels, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRates:
+    """(T4) Seconds per parameter held by one device."""
+
+    communication_s: float
+    optimizer_s: float
+
+
+def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int) -> SyncRates:
+    """(T4) Gradient sync and optimizer step per parameter on one device.
+
+    ZeRO-0 all-reduces fp32 gradients; ZeRO-1 reduce-scatters them and gathers bf16 weights. The optimizer reads the
+    gradient, reads and writes its states and writes the weight of the parameters it owns.
+    """
+    communication = 0.0
+    if dp > 1:
+        accelerator, bucket = instance.accelerator, instance.profile.bucket_bytes
+        if zero == 0:
+            communication = GRADIENT_BYTES * bandwidth_time_per_byte(accelerator, "all_reduce", dp_spans, bucket)
+        else:
+            communication = GRADIENT_BYTES * bandwidth_time_per_byte(accelerator, "reduce_scatter", dp_spans, bucket)
+            communication += WEIGHT_BYTES * bandwidth_time_per_byte(
+                accelerator, "all_gather", dp_spans, bucket * WEIGHT_BYTES / GRADIENT_BYTES
+            )
+    moved = GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
+    owned = dp if zero >= 1 else 1
+    rate = memory_bound_time_s(instance.accelerator, 1e9 * moved, launches=0) / 1e9
+    return SyncRates(communication, rate / owned)
+
+
+def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> tuple[float, ...]:
+    """Transfer time between stages j and j + 1, for j = 0 .. p - 2."""
+    by_level = [hop_time_s(instance, degrees, link) for link in instance.levels]
+    return tuple(by_level[placement.crossing_level(j)] for j in range(degrees.pp - 1))
+
+
+def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
+    """One micro-batch's activations from stage to stage; sequence parallelism sends a 1 / tp share."""
+    size = ACTIVATION_BYTES * degrees.micro_batch * instance.workload.seq_len * instance.model.hidden
+    return p2p_time_s(instance.accelerator, size / (degrees.tp if degrees.sequence_parallel else 1), link)
+
+
+def exposed_transfer_s(instance: Instance, degrees: Degrees, hops: tuple[float, ...], stage: int) -> float:
+    """(T2) Transfer time per micro-batch that stage `stage` waits for: one exchange with each neighbour and chunk."""
+    before = hops[stage - 1] if stage > 0 else 0.0
+    after = hops[stage] if stage < degrees.pp - 1 else 0.0
+    if degrees.vpp == 1:
+        return instance.profile.p2p_exposed * (before + after)
+    return instance.profile.p2p_exposed_interleaved * degrees.vpp * (before + after)
+
+
+def tied_sync_s(instance: Instance, degrees: Degrees, placement: Placement, embedding_params: int) -> float:
+    """All-reduce of tied embedding gradients between the first and the last stage."""
+    if degrees.pp == 1:
+        return 0.0
+    outermost = max(level for level, factor in enumerate(placement.pp) if factor > 1)
+    spans = tuple((2 if level == outermost else 1, link) for level, link in enumerate(instance.levels))
+    return collective_time_s(instance.accelerator, "all_reduce", GRADIENT_BYTES * embedding_params, spans)

@@ -1,0 +1,1 @@
+"""shardwise: proven hybrid-parallel plans for large language models."""

@@ -1,0 +1,184 @@
+"""Close the open candidates with CP-SAT, and settle which of several equal optima is returned.
+
+Among plans of equal integer step time the one returned is, in this order: of the first candidate in the tie order
+(`Candidate.tie_key`); with the fewest recomputed layers; with the smallest largest chunk; with the most layers in the
+earliest chunks. The order does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from shardwise.data.plan import Plan
+from shardwise.formulations.cp import Formulation, Option, build
+from shardwise.solver.search import Search
+
+log = logging.getLogger(__name__)
+
+WAVE = 24
+SETTLE_DETERMINISTIC_LIMIT = 60.0
+
+
+@dataclass
+class Statistics:
+    """What CP-SAT did, summed over its solves."""
+
+    solves: int = 0
+    variables: int = 0
+    constraints: int = 0
+    branches: int = 0
+    conflicts: int = 0
+    deterministic_time: float = 0.0
+    wall_time_s: float = 0.0
+    candidates: int = 0
+    settled: bool = True
+    statuses: list[str] = field(default_factory=list)
+
+    def add(self, solver: cp_model.CpSolver, model: cp_model.CpModel, status: str) -> None:
+        response = solver.response_proto
+        self.solves += 1
+        self.variables = max(self.variables, len(model.proto.variables))
+        self.constraints = max(self.constraints, len(model.proto.constraints))
+        self.branches += response.num_branches
+        self.conflicts += response.num_conflicts
+        self.deterministic_time += response.deterministic_time
+        self.wall_time_s += response.wall_time
+        self.statuses.append(status)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "solves": self.solves,
+            "largest_model_variables": self.variables,
+            "largest_model_constraints": self.constraints,
+            "branches": self.branches,
+            "conflicts": self.conflicts,
+            "deterministic_time": self.deterministic_time,
+            "wall_time_s": self.wall_time_s,
+            "candidates": self.candidates,
+            "tie_order_settled": self.settled,
+        }
+
+
+def new_solver(search: Search, workers: int, seed: int) -> cp_model.CpSolver:
+    """A solver with the time that is left."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = seed
+    if search.deadline is not None:
+        solver.parameters.max_time_in_seconds = max(0.0, search.deadline - time.monotonic())
+    return solver
+
+
+def close_waves(search: Search, statistics: Statistics, workers: int, seed: int, *, wave: int | None = WAVE) -> bool:
+    """Solve the open candidates, best bound first. True when all were closed; else `search.open` keeps the rest."""
+    while search.open:
+        if search.incumbent is not None:
+            search.open = [option for option in search.open if not search.beaten(option)]
+            if not search.open:
+                break
+        size = len(search.open) if wave is None else wave
+        options = tuple(search.open[:size])
+        search.report("closing", options[0].bound * search.unit_s, len(search.open), force=True)
+        statistics.candidates += len(options)
+        if not close(search, statistics, options, workers, seed):
+            return False
+        search.open = search.open[size:]
+    return True
+
+
+def close(search: Search, statistics: Statistics, options: tuple[Option, ...], workers: int, seed: int) -> bool:
+    """One CP-SAT solve: the best plan of `options` by step time, then tie order, if it beats the incumbent."""
+    incumbent = search.incumbent
+    formulation = build(search.instance, options, search.most_units())
+    rank = {id(option): i for i, option in enumerate(sorted(options, key=lambda option: option.candidate.tie_key))}
+    ranks = [rank[id(option)] for option in options]
+    if incumbent is not None:
+        for c, option in enumerate(options):
+            if option.candidate.tie_key > incumbent.candidate.tie_key:
+                formulation.model.add(formulation.clock.step <= incumbent.units - 1).only_enforce_if(
+                    formulation.choice.uses(c)
+                )
+        formulation.add_hint(incumbent.plan, incumbent.units)
+    order = cp_model.LinearExpr.weighted_sum(formulation.choice.literals, ranks)
+    formulation.model.minimize(formulation.clock.step * len(options) + order)
+    solver = new_solver(search, workers, seed)
+    status = solver.solve(formulation.model)
+    statistics.add(solver, formulation.model, solver.status_name(status))
+    log.debug("closed %d candidates: %s", len(options), solver.status_name(status))
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        plan = formulation.plan(solver.value)
+        accept(search, plan, formulation, options)
+    if status == cp_model.MODEL_INVALID:
+        raise RuntimeError(f"the formulation is invalid: {formulation.model.validate()}")
+    return status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+
+
+def accept(search: Search, plan: Plan, formulation: Formulation, options: tuple[Option, ...]) -> None:
+    """Offer a CP-SAT plan; the independent evaluation must admit it."""
+    option = next(
+        o for o in options if o.candidate.degrees == plan.degrees and o.candidate.placement == plan.placement
+    )
+    before = search.incumbent
+    offered = search.offer(plan, option.candidate)
+    if not offered and (before is None or before.plan != plan):
+        known = search.seen.get(option.candidate.tie_key)
+        if known is None:
+            raise RuntimeError("the formulation returned a plan that the evaluation does not admit")
+
+
+def settle(search: Search, statistics: Statistics, seed: int) -> None:
+    """Replace the incumbent by the first plan in the documented order among those of its candidate and step time."""
+    incumbent = search.incumbent
+    assert incumbent is not None
+    memory = search.tables.memory(incumbent.candidate.degrees)
+    option = Option(incumbent.candidate, search.coefficients(incumbent.candidate), memory, 0)
+    recomputed, largest = None, None
+    for step in ("recompute", "largest", "lexicographic"):
+        formulation = build(search.instance, (option,), incumbent.units)
+        model, chunks, recompute = formulation.model, formulation.chunks, formulation.recompute
+        layers = len(search.instance.model.layers)
+        fully = sum(recompute.full_layers)
+        partly = sum(variable for row in recompute.selected for variable in row)
+        settings = dict.fromkeys((*recompute.block, *recompute.selective))
+        amount = (fully + partly) * (layers + 1) * len(settings) + sum(settings)
+        most = model.new_int_var(0, layers, "largest_chunk")
+        model.add_max_equality(most, chunks.layers)
+        if recomputed is not None:
+            model.add(amount == recomputed)
+        if largest is not None:
+            model.add(most == largest)
+        solver = new_solver(search, 1, seed)
+        solver.parameters.max_deterministic_time = SETTLE_DETERMINISTIC_LIMIT
+        formulation.add_hint(search.incumbent.plan if search.incumbent else incumbent.plan, incumbent.units)
+        if step == "recompute":
+            model.minimize(amount)
+        elif step == "largest":
+            model.minimize(most)
+        else:
+            # Depth-first search in a fixed order finds the lexicographically first solution first; presolve could
+            # replace the variables that the order speaks of.
+            model.clear_hints()
+            solver.parameters.search_branching = cp_model.FIXED_SEARCH
+            solver.parameters.cp_model_presolve = False
+            solver.parameters.stop_after_first_solution = True
+            model.add_decision_strategy(chunks.layers, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
+            model.add_decision_strategy(list(settings), cp_model.CHOOSE_FIRST, cp_model.SELECT_MIN_VALUE)
+        status = solver.solve(model)
+        statistics.add(solver, model, solver.status_name(status))
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or (step != "lexicographic" and status != cp_model.OPTIMAL):
+            statistics.settled = False
+            return
+        if step == "recompute":
+            recomputed = round(solver.objective_value)
+        elif step == "largest":
+            largest = round(solver.objective_value)
+        else:
+            search.incumbent = None
+            if not search.offer(formulation.plan(solver.value), incumbent.candidate):
+                search.incumbent = incumbent
+                raise RuntimeError("the settled plan is not admitted by the evaluation")

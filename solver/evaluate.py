@@ -1,0 +1,384 @@
+"""Evaluate a plan: legality, time and memory by part, without CP-SAT.
+
+The independent check of every plan that a solve returns: it walks over layers and stages one by one and shares the cost
+functions with the formulations, but none of their constraints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from shardwise.data.instance import Instance
+from shardwise.data.model import Attention
+from shardwise.data.plan import Plan
+from shardwise.data.rules import plan_faults
+from shardwise.formulations.coefficients import CostTables, TimeCoefficients
+from shardwise.formulations.layer_costs import Sharding
+from shardwise.formulations.memory import (
+    MIB,
+    StateBytes,
+    end_params_on_device,
+    head_activations_bytes,
+    state_bytes,
+    tied_copy,
+    transfer_buffer_bytes,
+)
+from shardwise.formulations.schedule import in_flight
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Peak memory of one device of a stage, in bytes, by line."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    recompute_working: float
+    transfer_buffers: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class TimeParts:
+    """Where the step goes, in seconds, along the longest path."""
+
+    compute: float
+    tensor_parallel: float
+    recompute: float
+    transfers: float
+    fill_and_drain: float
+    gradient_sync: float
+    optimizer: float
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a plan costs. `objective_units` and `memory_mib` are the integers that the formulation minimises and bounds."""
+
+    step_time_s: float
+    parts: TimeParts
+    busiest_stage: int
+    stages: tuple[StageMemory, ...]
+    memory_mib: tuple[int, ...]
+    capacity_mib: int
+    faults: tuple[str, ...]
+    limit_faults: tuple[str, ...]
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    model_flops_utilization: float
+    devices: int
+    idle_devices: int
+    objective_units: int | None = None
+
+    @property
+    def legal(self) -> bool:
+        return not self.faults
+
+    @property
+    def fits(self) -> bool:
+        return all(mib <= self.capacity_mib for mib in self.memory_mib)
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the plan is in the universe: legal, fitting and within the user's limits."""
+        return self.legal and self.fits and not self.limit_faults
+
+    @property
+    def worst_stage(self) -> int:
+        return max(range(len(self.memory_mib)), key=lambda k: self.memory_mib[k])
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        return self.stages[self.worst_stage].total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, memory in decimal GB."""
+        document = asdict(self)
+        document["stages"] = [
+            {f"{name}_gb": value / GB for name, value in asdict(stage).items()} | {"total_gb": stage.total / GB}
+            for stage in self.stages
+        ]
+        document["parts"] = {f"{name}_s": value for name, value in asdict(self.parts).items()}
+        return document | {
+            "legal": self.legal,
+            "fits": self.fits,
+            "worst_stage": self.worst_stage,
+            "peak_memory_gb": self.peak_memory_bytes / GB,
+            "capacity_gb": self.capacity_mib * MIB / GB,
+        }
+
+
+@lru_cache(maxsize=16)
+def cost_tables(instance: Instance) -> CostTables:
+    """The cost tables of an instance, shared by everything that evaluates its plans."""
+    return CostTables(instance)
+
+
+def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> Evaluation:
+    """Evaluate `plan` on `instance`.
+
+    Parameters
+    ----------
+    unit_s
+        With it the integer objective is computed too, in multiples of `unit_s` seconds.
+
+    Returns
+    -------
+    Evaluation
+        For an illegal plan too, as far as its numbers make sense; `faults` names every broken rule.
+    """
+    tables = cost_tables(instance)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches)
+    walk = _Walk(instance, plan, coefficients)
+    step_time_s, stage, last = walk.longest_path()
+    stages = tuple(_stage_memory(tables, plan, k) for k in range(plan.degrees.pp))
+    tokens_per_s = instance.workload.tokens_per_step / step_time_s
+    devices = plan.degrees.devices
+    peak = instance.accelerator.flops_per_s[instance.workload.precision]
+    return Evaluation(
+        step_time_s=step_time_s,
+        parts=_time_parts(tables, plan, walk, stage, last),
+        busiest_stage=stage,
+        stages=stages,
+        memory_mib=tuple(_stage_mib(tables, plan, k) for k in range(plan.degrees.pp)),
+        capacity_mib=tables.capacity_mib,
+        faults=tuple(_faults(instance, plan)),
+        limit_faults=tuple(_limit_faults(instance, plan)),
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / devices,
+        model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
+        devices=devices,
+        idle_devices=instance.cluster.device_count - devices,
+        objective_units=None if unit_s is None else round(_Walk(instance, plan, coefficients.in_units(unit_s)).longest_path()[0]),
+    )
+
+
+def model_flops(instance: Instance) -> float:
+    """Floating-point operations of one step without recompute: 6 per active parameter and token, 12 h s per layer
+    with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+    model, workload = instance.model, instance.workload
+    attention = 0.0
+    for kind in model.layers:
+        if isinstance(kind.mixer, Attention):
+            keys = min(workload.seq_len, kind.mixer.window or workload.seq_len)
+            attention += 6 * kind.mixer.heads * (kind.mixer.head_dim + kind.mixer.v_head_dim) * keys / 2
+    lookups = sum(t.params for t in model.embedding) if not model.tied else 0
+    return (6.0 * (model.active_params - lookups) + attention) * workload.tokens_per_step
+
+
+def _faults(instance: Instance, plan: Plan) -> list[str]:
+    """Rules of the pack, and whether the placement exists on the cluster."""
+    workload = instance.workload
+    faults = plan_faults(instance.rules, instance.model, workload.seq_len, workload.global_batch, plan)
+    blocks, depth = plan.placement.blocks, len(instance.levels)
+    if len(blocks) != depth:
+        return [*faults, f"placement has {len(blocks)} levels, cluster {instance.cluster.name} has {depth}"]
+    for level, used in enumerate(blocks):
+        capacity = instance.cluster.capacity(blocks[:level])
+        if used > capacity:
+            faults.append(
+                f"placement needs {used} members of level {level} with blocks {blocks[:level]}, "
+                f"cluster {instance.cluster.name} has {capacity}"
+            )
+            break
+    return faults
+
+
+def _limit_faults(instance: Instance, plan: Plan) -> list[str]:
+    """The user's limits that the plan breaks; the memory limit is part of capacity."""
+    degrees = {name: int(value) for name, value in asdict(plan.degrees).items()}
+    faults = instance.limits.faults(degrees | {"devices": plan.degrees.devices})
+    wanted = instance.limits.recompute
+    if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
+        faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
+    return faults
+
+
+class _Walk:
+    """(T1)-(T5) by walking the plan layer by layer; `coefficients` may be seconds or integer units."""
+
+    def __init__(self, instance: Instance, plan: Plan, coefficients: TimeCoefficients) -> None:
+        self.plan, self.c = plan, coefficients
+        self.pp = plan.degrees.pp
+        kinds, cuts = instance.model.kind_indices, plan.cuts
+        self.chunks = [kinds[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def stage_chunks(self, stage: int) -> list[tuple[int, ...]]:
+        return self.chunks[stage :: self.pp]
+
+    def busy(self, stage: int) -> float:
+        """(T2) without transfers."""
+        c, setting = self.c, self.plan.stages[stage]
+        total = 0.0
+        for chunk in self.stage_chunks(stage):
+            for position, kind in enumerate(chunk):
+                total += c.busy[kind]
+                if setting.recompute == "selective":
+                    total += c.busy_selective[kind]
+                elif setting.recompute == "full" and position < setting.recompute_layers:
+                    total += c.busy_full[kind]
+        if stage == 0:
+            total += c.embedding_busy
+        if stage == self.pp - 1:
+            total += c.head_busy
+        return total
+
+    def first_forward(self, stage: int) -> float:
+        """F_j of (T1)."""
+        total = sum(self.c.forward[kind] for kind in self.chunks[stage])
+        return total + (self.c.embedding_forward if stage == 0 else 0.0)
+
+    def first_backward(self, stage: int) -> float:
+        """B_j of (T3)."""
+        c, setting = self.c, self.plan.stages[stage]
+        total = 0.0
+        for position, kind in enumerate(self.chunks[stage]):
+            total += c.backward[kind]
+            if setting.recompute == "selective":
+                total += c.backward_selective[kind]
+            elif setting.recompute == "full" and position < setting.recompute_layers:
+                total += c.backward_full[kind]
+        return total + (c.embedding_backward if stage == 0 else 0.0)
+
+    def tail(self, stage: int) -> float:
+        """X_j of (T4)."""
+        c = self.c
+        floor = overlap = 0.0
+        for chunk in self.stage_chunks(stage):
+            floor += sum(c.tail_floor[kind] for kind in chunk)
+            overlap += sum(c.tail_overlap[kind] for kind in chunk)
+        if stage == 0:
+            floor, overlap = floor + c.embedding_tail_floor, overlap + c.embedding_tail_overlap
+        if stage == self.pp - 1:
+            floor, overlap = floor + c.head_tail_floor, overlap + c.head_tail_overlap
+        tied = c.tied if self.pp > 1 and stage in (0, self.pp - 1) else 0.0
+        return max(floor, overlap) + tied
+
+    def longest_path(self) -> tuple[float, int, int]:
+        """(T5): the step time, the stage that the path is busy on, and the stage that it ends on."""
+        fill, starts = 0.0, []
+        for k in range(self.pp):
+            starts.append(fill)
+            if k < self.pp - 1:
+                fill += self.first_forward(k) + self.c.hops[k]
+        best: tuple[float, int, int] | None = None
+        end, busiest = -1.0, 0
+        for j in reversed(range(self.pp)):
+            arrival = starts[j] + self.busy(j) + self.c.transfers[j]
+            if j < self.pp - 1:
+                end += self.c.hops[j] + self.first_backward(j)
+            if arrival >= end:
+                end, busiest = arrival, j
+            total = self.c.overhead + end + self.tail(j)
+            if best is None or total >= best[0]:
+                best = (total, busiest, j)
+        assert best is not None
+        return best
+
+
+def _time_parts(tables: CostTables, plan: Plan, walk: _Walk, stage: int, last: int) -> TimeParts:
+    """Attribute the longest path: the work of `stage`, the fill before and the drain after it, the tail of `last`."""
+    d, c, m = plan.degrees, walk.c, plan.micro_batches
+    kinds, embedding, head = tables.layer_costs.compute(Sharding(d.tp, d.micro_batch, d.sequence_parallel))
+    overhead = tables.instance.profile.layer_overhead_s
+    layers = [kind for chunk in walk.stage_chunks(stage) for kind in chunk]
+    compute = sum(m * (kinds[kind].forward_s + kinds[kind].backward_s + 2 * overhead) for kind in layers)
+    work = sum(c.busy[kind] for kind in layers)
+    for end, busy, here in ((embedding, c.embedding_busy, stage == 0), (head, c.head_busy, stage == d.pp - 1)):
+        if here:
+            compute += m * (end.forward_s + end.backward_s)
+            work += busy
+    busy_time = walk.busy(stage)
+    fill = sum(walk.first_forward(j) + c.hops[j] for j in range(stage))
+    drain = sum(walk.first_backward(j) + c.hops[j] for j in range(last, stage))
+    rates = tables.sync_rates(plan.placement.dp, d.zero)
+    optimizer = rates.optimizer_s * _stage_params(tables, plan, last)
+    return TimeParts(
+        compute=compute,
+        tensor_parallel=work - compute,
+        recompute=busy_time - work,
+        transfers=c.transfers[stage],
+        fill_and_drain=fill + drain,
+        gradient_sync=walk.tail(last) - optimizer,
+        optimizer=optimizer,
+        overhead=c.overhead,
+    )
+
+
+def _stage_params(tables: CostTables, plan: Plan, stage: int) -> int:
+    """Parameters on one device of a stage."""
+    instance, d = tables.instance, plan.degrees
+    kind_params = tables.kind_params(d.tp)
+    cuts, kinds = plan.cuts, instance.model.kind_indices
+    total = 0
+    for chunk in range(stage, d.virtual_stages, d.pp):
+        total += sum(kind_params[kind] for kind in kinds[cuts[chunk] : cuts[chunk + 1]])
+    if stage == 0:
+        total += end_params_on_device(instance, d.tp, head=False)
+    if stage == d.pp - 1:
+        total += end_params_on_device(instance, d.tp, head=True, with_tied_copy=tied_copy(instance, d.pp))
+    return total
+
+
+def _kept_layers(tables: CostTables, plan: Plan, stage: int) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
+    """(kind, chunk row, recompute mode) of every layer of a stage."""
+    instance, d, setting = tables.instance, plan.degrees, plan.stages[stage]
+    cuts, out = plan.cuts, []
+    for row in range(d.vpp):
+        first = cuts[row * d.pp + stage]
+        for position in range(setting.chunks[row]):
+            mode = setting.recompute
+            if mode == "full" and position >= setting.recompute_layers:
+                mode = "none"
+            out.append((instance.model.kind_indices[first + position], row, mode))
+    return out
+
+
+def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
+    """Peak bytes of a stage, at the moment of its largest activations."""
+    instance, d = tables.instance, plan.degrees
+    kept = _kept_layers(tables, plan, stage)
+    bytes_of = tables.activations(d.tp, d.micro_batch, d.sequence_parallel)
+    vectors = in_flight(d.pp, d.vpp, plan.micro_batches, stage)
+    activations = max(sum(vector[row] * getattr(bytes_of[kind], mode) for kind, row, mode in kept) for vector in vectors)
+    states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d.dp, d.zero)
+    recomputes = any(mode == "full" for _, _, mode in kept)
+    return StageMemory(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        logits=head_activations_bytes(instance, d.tp, d.micro_batch) if stage == d.pp - 1 else 0.0,
+        recompute_working=max(kind.none for kind in bytes_of) if recomputes else 0.0,
+        transfer_buffers=transfer_buffer_bytes(instance, d.micro_batch, d.pp),
+        reserve=instance.profile.memory_reserve_bytes,
+    )
+
+
+def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
+    """(F2) The same in whole MiB, each line of each layer rounded up, as the verdict takes it."""
+    d, memory = plan.degrees, tables.memory(plan.degrees)
+    kept = _kept_layers(tables, plan, stage)
+    total = memory.fixed + sum(memory.state[kind] for kind, _, _ in kept)
+    total += max(
+        sum(memory.kept(kind, vector[row], mode) for kind, row, mode in kept)
+        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage)
+    )
+    if any(mode == "full" for _, _, mode in kept):
+        total += memory.working
+    if stage == 0:
+        total += memory.embedding
+    if stage == d.pp - 1:
+        total += memory.head
+    return total

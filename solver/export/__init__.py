@@ -1,0 +1,1 @@
+"""Write a plan in the form that a framework reads."""

@@ -1,0 +1,286 @@
+"""Enumerate, prune with proof, close the rest with CP-SAT.
+
+The search keeps three things: the incumbent plan, the open candidates (neither pruned nor closed) and a tally of what
+happened to every candidate. A candidate is dropped only by an admissible bound above the incumbent, or equal to it and
+later in the tie order, so OPTIMAL means what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.faults import InputError
+from shardwise.data.instance import Instance
+from shardwise.data.plan import Plan
+from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, work_bound_s
+from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
+from shardwise.formulations.coefficients import TimeCoefficients
+from shardwise.formulations.cp.variables import Option
+from shardwise.formulations.splits import SplitSearch, plans_to_try
+from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate
+from shardwise.solver.result import Progress
+
+log = logging.getLogger(__name__)
+
+NO_PRUNE_LIMIT = 2000
+RESOLUTION_BITS = 28
+"""The incumbent is worth about 2^28 units: coefficients stay below 2^31 and sums far below 2^53."""
+UNLIMITED = 2**60
+REPORT_EVERY_S = 0.1
+FIRST_TRY = 4
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best plan so far. `key` orders plans: integer step time, then the tie order of the candidate."""
+
+    plan: Plan
+    evaluation: Evaluation
+    candidate: Candidate
+    units: int
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...]]:
+        return self.units, self.candidate.tie_key
+
+
+@dataclass
+class Tally:
+    """What happened to the candidates, by the reason."""
+
+    enumerated: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    placements: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"enumerated": self.enumerated, "placements_expanded": self.placements, **dict(self.counts)}
+
+
+class TimeUpError(Exception):
+    """The time limit passed while candidates were still open."""
+
+
+class Search:
+    """The state of one solve up to the candidates that CP-SAT has to close."""
+
+    def __init__(
+        self, instance: Instance, deadline: float | None, on_progress: Callable[[Progress], None] | None
+    ) -> None:
+        self.instance = instance
+        self.tables = cost_tables(instance)
+        self.placements = PlacementTable(instance)
+        self.best_case = BestCase(self.tables, self.placements)
+        self.splits = SplitSearch(instance, self.tables)
+        self.deadline = deadline
+        self.on_progress = on_progress
+        self.started = time.monotonic()
+        self.reported = -math.inf
+        self.tally = Tally()
+        self.incumbent: Incumbent | None = None
+        self.seen: dict[tuple[int, ...], Incumbent] = {}
+        self.unit_s = 0.0
+        self.open: list[Option] = []
+        self.unopened_bound_s: float | None = None
+        self.closest: tuple[float, str] | None = None
+
+    # -- reporting ------------------------------------------------------------------------------------------------
+
+    def report(self, phase: str, bound_s: float | None, open_count: int, *, force: bool = False) -> None:
+        """Tell the caller, at most ten times a second."""
+        now = time.monotonic()
+        if self.on_progress is None or (now - self.reported < REPORT_EVERY_S and not force):
+            return
+        self.reported = now
+        value = None if self.incumbent is None else self.incumbent.evaluation.step_time_s
+        if value is not None and bound_s is not None:
+            bound_s = min(bound_s, value)
+        self.on_progress(Progress(phase, value, bound_s, open_count, now - self.started))
+
+    def check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise TimeUpError
+
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    @property
+    def rounding_units(self) -> int:
+        """Half a unit per rounded term of the longest path: how far integer and float step times can differ."""
+        layers = len(self.instance.model.layers)
+        return (8 * layers + 4 * (layers + 2) + 16) // 2
+
+    def choose_unit(self, step_time_s: float) -> None:
+        """A power of two of seconds, so that converting is exact."""
+        self.unit_s = 2.0 ** (math.floor(math.log2(step_time_s)) - RESOLUTION_BITS)
+
+    def units_below(self, lower_s: float) -> int:
+        """Integer step time that no plan with a float step time of at least `lower_s` is below."""
+        return math.floor(lower_s * SAFETY / self.unit_s) - self.rounding_units
+
+    # -- enumerate and prune --------------------------------------------------------------------------------------
+
+    def enumerate(self) -> list[Grid]:
+        """All candidates before placement."""
+        grids = list(enumerate_grids(self.instance))
+        self.tally.enumerated = sum(len(grid) for grid in grids)
+        return grids
+
+    def ordered(self, grids: list[Grid], incumbent_s: float | None) -> list[tuple[float, int, int]]:
+        """(bound, grid, row) of every row that (B1) leaves, best bound first; ties in order of enumeration."""
+        bounds, where = [], []
+        left = 0
+        for index, grid in enumerate(grids):
+            result = grid_bounds(self.best_case, grid, incumbent_s)
+            usable = np.nonzero(result.fits & np.isfinite(result.lower_s))[0]
+            left += len(usable)
+            if incumbent_s is not None:
+                usable = usable[result.lower_s[usable] <= incumbent_s * (1 + 1e-6)]
+            bounds.append(result.lower_s[usable])
+            where.append(np.stack((np.full(len(usable), index), usable), axis=1))
+            self.check_time()
+        self.tally.counts["pruned_by_memory"] = self.tally.enumerated - left
+        lower = np.concatenate(bounds) if bounds else np.zeros(0)
+        rows = np.concatenate(where) if where else np.zeros((0, 2), dtype=np.int64)
+        order = np.argsort(lower, kind="stable")
+        self.tally.counts["pruned_by_work_bound"] = left - len(order)
+        return [(float(lower[i]), int(rows[i, 0]), int(rows[i, 1])) for i in order]
+
+    def first_incumbent(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> None:
+        """A good plan from the best-bound candidates; sets the unit. Same with pruning on and off."""
+        for factor in (FIRST_TRY, UNLIMITED):
+            for lower_s, grid, row in ordered:
+                self.check_time()
+                self.choose_unit(lower_s)
+                for candidate in self.candidates(grids[grid], row):
+                    limit = min(UNLIMITED, math.ceil(factor * lower_s / self.unit_s))
+                    self.try_candidate(candidate, self.coefficients(candidate), limit)
+                if self.incumbent is not None:
+                    self.choose_unit(self.incumbent.evaluation.step_time_s)
+                    self.rescale()
+                    return
+
+    def rescale(self) -> None:
+        """Express the incumbent in the unit just chosen."""
+        old = self.incumbent
+        assert old is not None
+        self.incumbent = None
+        self.seen.clear()
+        self.offer(old.plan, old.candidate)
+
+    def candidates(self, grid: Grid, row: int) -> list[Candidate]:
+        """The candidates of one row, one per placement."""
+        degrees = grid.degrees(row)
+        return [
+            Candidate(degrees, placement, int(grid.micro_batches[row])) for placement in self.placements.of(degrees)
+        ]
+
+    def coefficients(self, candidate: Candidate) -> TimeCoefficients:
+        return self.tables.time(candidate.degrees, candidate.placement, candidate.micro_batches).in_units(self.unit_s)
+
+    def offer(self, plan: Plan, candidate: Candidate) -> bool:
+        """Make `plan` the incumbent if it is admitted and better."""
+        evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
+        if not evaluation.admitted:
+            return False
+        assert evaluation.objective_units is not None
+        offered = Incumbent(plan, evaluation, candidate, evaluation.objective_units)
+        known = self.seen.get(candidate.tie_key)
+        if known is None or offered.key < known.key:
+            self.seen[candidate.tie_key] = offered
+        if self.incumbent is not None and offered.key >= self.incumbent.key:
+            return False
+        self.incumbent = offered
+        return True
+
+    def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
+        """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans."""
+        splits = self.splits.best(candidate, time_units, limit)
+        for split in splits:
+            for plan in plans_to_try(self.instance, candidate, split):
+                self.offer(plan, candidate)
+        if not splits:
+            return None
+        return Option(candidate, time_units, self.tables.memory(candidate.degrees), splits[-1].bound)
+
+    def beaten(self, option: Option) -> bool:
+        """Whether the option cannot improve on the incumbent, in step time or in tie order."""
+        assert self.incumbent is not None
+        return (option.bound, option.candidate.tie_key) > self.incumbent.key
+
+    def prune(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> None:
+        """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
+        counts = self.tally.counts
+        self.unopened_bound_s = ordered[0][0] if ordered else None
+        for position, (lower_s, grid, row) in enumerate(ordered):
+            assert self.incumbent is not None
+            if self.units_below(lower_s) > self.incumbent.units:
+                counts["pruned_by_work_bound"] += len(ordered) - position
+                break
+            self.unopened_bound_s = lower_s
+            self.check_time()
+            self.report("pruning", lower_s, len(ordered) - position + len(self.open))
+            for candidate in self.candidates(grids[grid], row):
+                self.tally.placements += 1
+                if self.units_below(self.placed_bound_s(candidate)) > self.incumbent.units:
+                    counts["pruned_by_placement_bound"] += 1
+                    continue
+                option = self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
+                if option is None:
+                    counts["pruned_by_split_bound"] += 1
+                elif self.beaten(option):
+                    counts["pruned_by_tie_order"] += 1
+                else:
+                    self.open.append(option)
+        self.unopened_bound_s = None
+        left = [option for option in self.open if not self.beaten(option)]
+        counts["pruned_by_split_bound"] += len(self.open) - len(left)
+        self.open = sorted(left, key=lambda option: (option.bound, option.candidate.tie_key))
+
+    def placed_bound_s(self, candidate: Candidate) -> float:
+        """(B2)-(B4) with the candidate's own placement."""
+        instance, d = self.instance, candidate.degrees
+        time_s = self.tables.time(d, candidate.placement, candidate.micro_batches)
+        m = candidate.micro_batches
+        work = sum(time_s.busy[kind] for kind in instance.model.kind_indices)
+        work = (work + time_s.embedding_busy + time_s.head_busy) / m
+        assert self.incumbent is not None
+        fastest = min(time_s.busy) / m
+        last = min(len(instance.model.layers), self.incumbent.evaluation.step_time_s / (m * fastest))
+        bound = work_bound_s(work, sum(time_s.transfers) / m, fastest, m, d.pp, d.vpp, len(instance.model.layers), last)
+        return float(bound) + time_s.overhead
+
+    # -- no pruning -----------------------------------------------------------------------------------------------
+
+    def all_options(self, grids: list[Grid]) -> None:
+        """Every candidate as an option with bound 0; refused above `NO_PRUNE_LIMIT`.
+
+        A coefficient above the incumbent is as good as one just above it: no admitted plan uses it.
+        """
+        candidates = [c for grid in grids for row in range(len(grid)) for c in self.candidates(grid, row)]
+        if len(candidates) > NO_PRUNE_LIMIT:
+            raise InputError(f"--no-prune: {len(candidates)} candidates, at most {NO_PRUNE_LIMIT} go into one model")
+        self.tally.placements = len(candidates)
+        most = self.most_units()
+        for candidate in candidates:
+            coefficients = clipped(self.coefficients(candidate), most + 1)
+            self.open.append(Option(candidate, coefficients, self.tables.memory(candidate.degrees), 0))
+
+    def most_units(self) -> int:
+        """Above every step time that still matters."""
+        return 2 ** (RESOLUTION_BITS + 2) if self.incumbent is None else self.incumbent.units
+
+
+def clipped(coefficients: TimeCoefficients, most: int) -> TimeCoefficients:
+    """No coefficient above `most`."""
+    changed = {}
+    for name in TimeCoefficients.__slots__:
+        value = getattr(coefficients, name)
+        changed[name] = tuple(min(x, most) for x in value) if isinstance(value, tuple) else min(value, most)
+    return replace(coefficients, **changed)

@@ -1,0 +1,286 @@
+"""Solve an instance: files and words in, a `Result` out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from shardwise.data.cluster import Cluster
+from shardwise.data.cluster_catalog import load_cluster
+from shardwise.data.faults import InputError
+from shardwise.data.instance import Instance
+from shardwise.data.limits import parse_limits
+from shardwise.data.model import Model
+from shardwise.data.model_catalog import load_model
+from shardwise.data.profile import load_profile
+from shardwise.data.rules import load_rules, tensor_faults
+from shardwise.data.workload import Training
+from shardwise.formulations.bounds import least_memory_bytes
+from shardwise.formulations.candidates import divisors
+from shardwise.solver.close import Statistics, close_waves, settle
+from shardwise.data.instance_document import instance_document
+from shardwise.solver.result import Alternative, Progress, Result
+from shardwise.solver.search import Search, TimeUpError
+
+OBJECTIVES = ("step-time",)
+ALTERNATIVES = 5
+
+
+def build_instance(
+    model: Model | str | os.PathLike[str],
+    cluster: Cluster | str | os.PathLike[str],
+    workload: Training,
+    *,
+    rules: str = "megatron-core",
+    profile: str = "megatron-core",
+    limits: Iterable[str] = (),
+) -> Instance:
+    """Read and cross-check everything that a solve needs.
+
+    Raises
+    ------
+    InputError
+        With every fault of every part.
+    """
+    faults: list[str] = []
+
+    def read(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except InputError as error:
+            faults.extend(error.faults)
+            return None
+
+    parts = {
+        "model": model if isinstance(model, Model) else read(load_model, os.fspath(model)),
+        "cluster": cluster if isinstance(cluster, Cluster) else read(load_cluster, os.fspath(cluster)),
+        "rules": read(load_rules, rules),
+        "profile": read(load_profile, profile),
+        "limits": read(parse_limits, limits),
+    }
+    if not isinstance(workload, Training):
+        faults.append(f"workload={workload!r} must be a Training")
+    if faults:
+        raise InputError(faults)
+    return Instance(workload=workload, **parts)
+
+
+def solve(
+    model: Model | str | os.PathLike[str] | None = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
+    workload: Training | None = None,
+    *,
+    instance: Instance | None = None,
+    rules: str = "megatron-core",
+    profile: str = "megatron-core",
+    limits: Iterable[str] = (),
+    objective: str = "step-time",
+    time_limit_s: float | None = None,
+    workers: int | None = None,
+    seed: int = 0,
+    prune: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Find the plan of least step time and prove how good it is.
+
+    Parameters
+    ----------
+    model, cluster
+        Catalogue names, paths, or values. Or give a ready `instance`.
+    limits
+        Such as `["pp<=8", "recompute=none"]`.
+    time_limit_s
+        After this many seconds the best plan so far is returned with its bound.
+    prune
+        False puts every candidate into one CP-SAT model (at most 2,000).
+    on_progress
+        Called with a `Progress` a few times a second.
+
+    Raises
+    ------
+    InputError
+        With every fault of the input. No plan is not an error: see `Result.status`.
+    """
+    faults = []
+    if objective not in OBJECTIVES:
+        faults.append(f"objective={objective!r} must be one of {', '.join(OBJECTIVES)}")
+    if time_limit_s is not None and not 0 < time_limit_s < 1e9:
+        faults.append(f"time_limit_s={time_limit_s} must be positive")
+    if workers is not None and not 0 < workers <= 4096:
+        faults.append(f"workers={workers} must be between 1 and 4096")
+    if not 0 <= seed < 2**31:
+        faults.append(f"seed={seed} must be between 0 and 2^31 - 1")
+    if instance is None:
+        if model is None or cluster is None or workload is None:
+            faults.append("give model, cluster and workload, or an instance")
+        else:
+            try:
+                instance = build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
+            except InputError as error:
+                faults += error.faults
+    if faults or instance is None:
+        raise InputError(faults)
+    started = time.monotonic()
+    deadline = None if time_limit_s is None else started + time_limit_s
+    search = Search(instance, deadline, on_progress)
+    statistics = Statistics()
+    count = workers if workers is not None else min(8, os.cpu_count() or 1)
+    closed = _run(search, statistics, count, seed, prune)
+    return _result(search, statistics, closed, count, seed, prune, time.monotonic() - started)
+
+
+def _run(search: Search, statistics: Statistics, workers: int, seed: int, prune: bool) -> bool:
+    """Whether every candidate was pruned by a bound or closed."""
+    try:
+        grids = search.enumerate()
+        search.report("enumerating", None, search.tally.enumerated, force=True)
+        search.unopened_bound_s = 0.0
+        ordered = search.ordered(grids, None)
+        search.unopened_bound_s = ordered[0][0] if ordered else None
+        search.first_incumbent(grids, ordered)
+        if not prune:
+            search.all_options(grids)
+            search.unopened_bound_s = None
+            closed = close_waves(search, statistics, workers, seed, wave=None)
+        elif search.incumbent is None:
+            search.tally.counts["pruned_by_split_bound"] = len(ordered)
+            search.unopened_bound_s = None
+            closed = True
+        else:
+            search.prune(grids, search.ordered(grids, search.incumbent.evaluation.step_time_s))
+            closed = close_waves(search, statistics, workers, seed)
+    except TimeUpError:
+        return False
+    if closed and search.incumbent is not None:
+        settle(search, statistics, seed)
+    return closed
+
+
+def _result(
+    search: Search, statistics: Statistics, closed: bool, workers: int, seed: int, prune: bool, wall_s: float
+) -> Result:
+    instance, incumbent = search.instance, search.incumbent
+    report = {
+        "universe": universe(instance),
+        "candidates": search.tally.to_dict() | {"solved": statistics.candidates},
+        "cp_sat": statistics.to_dict(),
+        "unit_s": search.unit_s,
+        "rounding_s": search.rounding_units * search.unit_s,
+        "wall_time_s": wall_s,
+        "workers": workers,
+        "seed": seed,
+        "pruning": prune,
+        "assumed": {"model": list(instance.model.assumed), "cluster": list(instance.cluster.assumed)},
+        "versions": versions(),
+    }
+    if incumbent is None:
+        status = "INFEASIBLE" if closed else "UNKNOWN"
+        reason = infeasible_reasons(search) if closed else ("the time limit passed before a plan was found",)
+        search.report(status, None, 0, force=True)
+        return Result(status, "step-time", "s", None, None, None, None, reason, report=report)  # type: ignore[arg-type]
+    bound = _bound_s(search, closed)
+    search.report("OPTIMAL" if closed else "FEASIBLE", bound, 0 if closed else len(search.open), force=True)
+    document = incumbent.evaluation.to_dict()
+    plan = replace(incumbent.plan, instance=instance_document(instance), evaluation=document)
+    report["idle_devices"] = incumbent.evaluation.idle_devices
+    others = sorted((other for other in search.seen.values() if other.candidate != incumbent.candidate), key=lambda o: o.key)
+    return Result(
+        "OPTIMAL" if closed else "FEASIBLE",
+        "step-time",
+        "s",
+        incumbent.evaluation.step_time_s,
+        bound,
+        plan,
+        incumbent.evaluation,
+        alternatives=tuple(
+            Alternative(other.plan, other.evaluation.step_time_s, other.units == incumbent.units)
+            for other in others[:ALTERNATIVES]
+        ),
+        report=report,
+    )
+
+
+def _bound_s(search: Search, closed: bool) -> float:
+    """A float lower bound on every plan: the weakest of what is open, less the accumulated rounding."""
+    assert search.incumbent is not None
+    units = search.incumbent.units
+    if not closed:
+        units = min([units, *(option.bound for option in search.open)])
+    bound = (units - search.rounding_units) * search.unit_s
+    if not closed and search.unopened_bound_s is not None:
+        bound = min(bound, search.unopened_bound_s)
+    return min(bound, search.incumbent.evaluation.step_time_s)
+
+
+def universe(instance: Instance) -> dict[str, Any]:
+    """The finite set of plans that "optimal" and "bound" speak of, in words and numbers."""
+    rules = instance.rules
+    return {
+        "model": instance.model.name,
+        "layers": len(instance.model.layers),
+        "cluster": instance.cluster.name,
+        "devices": instance.cluster.device_count,
+        "rules": f"{rules.name} {rules.version}",
+        "profile": instance.profile.name,
+        "schedules": list(rules.schedules),
+        "zero_stages": list(rules.zero_stages),
+        "max_vpp": rules.max_vpp,
+        "max_micro_batch": rules.max_micro_batch,
+        "recompute": "one setting for all stages" if rules.uniform_recompute else "a setting per stage",
+        "stages": "any contiguous split; with vpp > 1 even chunks, the first and the last free",
+        "placements": "rank order " + " or ".join(rules.rank_orders) if rules.linear_ranks else "any factoring over the levels",
+        "limits": list(instance.limits.text),
+    }
+
+
+def infeasible_reasons(search: Search) -> tuple[str, ...]:
+    """Why the universe holds no plan, the most telling reason first."""
+    instance = search.instance
+    limits, devices = instance.limits, instance.cluster.device_count
+    reasons: list[str] = []
+    fixed = limits.range("tp")
+    if fixed.low == fixed.high:
+        reasons += tensor_faults(instance.model, fixed.low, False, instance.workload.seq_len)
+    for name in ("tp", "pp", "dp", "devices"):
+        low = limits.range(name).low
+        if low > devices:
+            reasons.append(f"{name}>={low} asks for more devices than the {devices} of cluster {instance.cluster.name}")
+    batch = instance.workload.global_batch
+    for name in ("dp", "micro_batch"):
+        allowed = limits.range(name)
+        if not any(value in allowed for value in divisors(batch)):
+            reasons.append(f"the limits on {name} admit no divisor of global_batch={batch}")
+    layers = len(instance.model.layers)
+    if limits.range("pp").low > layers + 2:
+        reasons.append(f"pp>={limits.range('pp').low} needs more than layers={layers} + 2 chunks")
+    if reasons:
+        return tuple(reasons)
+    if search.tally.enumerated == 0:
+        return ("no degrees satisfy the rules and the limits together: " + ", ".join(limits.text or ("no limits",)),)
+    return (memory_reason(search),)
+
+
+def memory_reason(search: Search) -> str:
+    """The least memory that any plan of the universe could need, against what a device has."""
+    instance = search.instance
+    need, degrees = least_memory_bytes(search.best_case, search.enumerate())
+    capacity = instance.memory_limit_bytes
+    shape = f"tp={degrees.tp} pp={degrees.pp} dp={degrees.dp} micro_batch={degrees.micro_batch} zero={degrees.zero}"
+    return (
+        f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at least "
+        f"{need / 1e9:.1f} GB on some device; {instance.accelerator.name} has {capacity / 1e9:.1f} GB usable. "
+        f"Use more devices, devices with more memory, or a shorter sequence"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions that the result depends on."""
+    names = ("shardwise", "ortools", "numpy")
+    found = {name: metadata.version(name) for name in names}
+    return found | {"python": platform.python_version(), "machine": platform.machine()}
+
