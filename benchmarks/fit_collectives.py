@@ -156,7 +156,14 @@ def curve_rows(points: Table, vidur: Table) -> list[Row]:
             like = rows["MI300X", "all_reduce", ranks]
             halved = {name: like[name] for name in like if name not in ("op", "derived", "source")}
             halved["alpha_us"] = significant(like["alpha_us"] / 2 if op != "alltoall" else like["alpha_us"])
-            add("MI300X", op, ranks, halved, like["source"], "all_reduce: its bus bandwidth, half its start")
+            add(
+                "MI300X",
+                op,
+                ranks,
+                halved,
+                like["source"],
+                "all_reduce: its bus bandwidth and, but for alltoall, half its start",
+            )
 
     for topology, hardware in MEASURED_SENDRECV.items():
         group = vidur[(vidur.topology == topology) & (vidur.op == "send_recv") & (vidur.devices_per_node == 2)]

@@ -40,8 +40,8 @@ KERNEL_SOURCES = {
     "fp8": ["CutlassFP8ScaledMMLinearKernel"],
 }
 BLEND = 4  # exponent that joins compute and memory time; free fits scatter between 2 and 50 without gain
-# Rate of the backward over the forward pass. The tables hold no backward: these are the papers' figures, recalled and not
-# read again for this fit (confidence C).
+# Rate of the backward over the forward pass. The tables hold no backward: these are the papers' figures, recalled and
+# not read again for this fit (confidence C).
 BACKWARD_RATE = {
     "A100-SXM-80GB": (0.86, "arXiv 2307.08691: forward up to 73 % of peak, backward 63 %; not re-read"),
     "H100-SXM": (0.80, "arXiv 2407.08608: forward up to 740 TFLOP/s, backward about 580; backward not re-read"),

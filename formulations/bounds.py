@@ -14,6 +14,10 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
 (B4) whole layers: some stage holds at least ceil(L / p) layers, so  T >= overhead + m t ceil(L / p).
 (B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
      the tail is exact.
+(B6) recompute, v > 1, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
+     (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
+     l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
+     the mean of (B3) grows by  m t_full (p v - 2) / p.
 
 Each is proven from (T1)-(T5) alone and property-tested against exhaustive minima.
 """
@@ -78,7 +82,7 @@ class BestCase:
 
 def work_bound_s(
     work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, micro_batches: npt.ArrayLike,
-    pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike,
+    pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0,
 ) -> Floats:  # fmt: skip
     """(B2), (B3), (B4) without overhead, element by element.
 
@@ -88,13 +92,15 @@ def work_bound_s(
         Seconds per micro-batch: W, exposed transfers summed over stages, and t.
     last_chunk
         n of (B3).
+    repeated
+        Seconds per micro-batch that (B6) adds to W; 0 for v = 1.
     """
     w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
     m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
     weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
     single = weight * w + (weight - 1) * x
     chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
-    interleaved = m / p * (w + x) + t * chunk * (p - 1) * (p - 2) / (2 * p)
+    interleaved = m / p * (w + x + np.asarray(repeated)) + t * chunk * (p - 1) * (p - 2) / (2 * p)
     whole = m * t * np.ceil(layers / p)
     return np.asarray(np.maximum(np.where(v == 1, single, interleaved), whole))
 
@@ -131,9 +137,40 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     last_chunk = np.full(len(grid), float(layers))
     if incumbent_s is not None:
         last_chunk = np.minimum(np.floor(incumbent_s / (grid.micro_batches * fastest)), layers)
-    lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk)
+    repeated = _repeated(best, grid, last_chunk)
+    lower = work_bound_s(
+        work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated
+    )
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
     return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
+
+
+def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
+    """(B6) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
+    tables, instance, shape = best.tables, best.tables.instance, grid.shape
+    out = np.zeros(len(grid))
+    if not instance.rules.uniform_recompute:
+        return out
+    params = tables.kind_params(shape.tp)
+    middle = np.maximum(grid.pp - 2, 1)
+    held = np.ceil(np.maximum(len(instance.model.layers) - 2 * most, 0) / middle)
+    passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
+    flying = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
+    spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
+    for micro_batch in np.unique(grid.micro_batch):
+        times = best.times(Sharding(shape.tp, int(micro_batch), shape.sequence_parallel))
+        if times is None:
+            continue
+        kept = min(
+            min(a.none, a.selective) for a in tables.activations(shape.tp, int(micro_batch), shape.sequence_parallel)
+        )
+        repeat = min(time.full_s for time in times.kinds)
+        for dp in np.unique(grid.dp):
+            states = min(state_bytes(instance, n, int(dp), shape.zero).total for n in params)
+            rows = (grid.micro_batch == micro_batch) & (grid.dp == dp) & (grid.vpp > 1) & (grid.pp > 2)
+            over = held * (states + flying * kept) > spare
+            out[rows & over] = repeat
+    return np.asarray(out * (grid.pp * grid.vpp - 2))
 
 
 def _tails(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64], work: Floats) -> Floats:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from shardwise.data.faults import InputError
 from shardwise.data.instance import Instance
 from shardwise.data.model import Attention
 from shardwise.data.plan import Plan
@@ -136,8 +137,16 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     Returns
     -------
     Evaluation
-        For an illegal plan too, as far as its numbers make sense; `faults` names every broken rule.
+        For an illegal plan too; `faults` names every broken rule.
+
+    Raises
+    ------
+    InputError
+        When the plan does not belong to the instance: another number of layers, or of levels of the cluster.
     """
+    unusable = _unusable(instance, plan)
+    if unusable:
+        raise InputError(unusable)
     tables = cost_tables(instance)
     coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches)
     walk = _Walk(instance, plan, coefficients)
@@ -160,8 +169,32 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
         devices=devices,
         idle_devices=instance.cluster.device_count - devices,
-        objective_units=None if unit_s is None else round(_Walk(instance, plan, coefficients.in_units(unit_s)).longest_path()[0]),
+        objective_units=None if unit_s is None else _objective_units(instance, plan, tables, unit_s),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a plan is in the universe, and its integer objective."""
+
+    admitted: bool
+    objective_units: int
+
+
+def judge(instance: Instance, plan: Plan, unit_s: float) -> Verdict:
+    """The part of `evaluate` that decides between plans, without the breakdown."""
+    tables = cost_tables(instance)
+    admitted = (
+        all(_stage_mib(tables, plan, k) <= tables.capacity_mib for k in range(plan.degrees.pp))
+        and not _limit_faults(instance, plan)
+        and not _faults(instance, plan)
+    )
+    return Verdict(admitted, _objective_units(instance, plan, tables, unit_s))
+
+
+def _objective_units(instance: Instance, plan: Plan, tables: CostTables, unit_s: float) -> int:
+    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches).in_units(unit_s)
+    return round(_Walk(instance, plan, coefficients).longest_path()[0])
 
 
 def model_flops(instance: Instance) -> float:
@@ -177,13 +210,24 @@ def model_flops(instance: Instance) -> float:
     return (6.0 * (model.active_params - lookups) + attention) * workload.tokens_per_step
 
 
+def _unusable(instance: Instance, plan: Plan) -> list[str]:
+    """Why the plan has no numbers on this instance."""
+    faults = []
+    if sum(plan.chunk_layers) != len(instance.model.layers):
+        faults.append(f"plan.stages hold {sum(plan.chunk_layers)} layers, the model has {len(instance.model.layers)}")
+    if len(plan.placement.blocks) != len(instance.levels):
+        faults.append(
+            f"plan.placement has {len(plan.placement.blocks)} levels, cluster {instance.cluster.name} "
+            f"has {len(instance.levels)}"
+        )
+    return faults
+
+
 def _faults(instance: Instance, plan: Plan) -> list[str]:
     """Rules of the pack, and whether the placement exists on the cluster."""
     workload = instance.workload
     faults = plan_faults(instance.rules, instance.model, workload.seq_len, workload.global_batch, plan)
-    blocks, depth = plan.placement.blocks, len(instance.levels)
-    if len(blocks) != depth:
-        return [*faults, f"placement has {len(blocks)} levels, cluster {instance.cluster.name} has {depth}"]
+    blocks = plan.placement.blocks
     for level, used in enumerate(blocks):
         capacity = instance.cluster.capacity(blocks[:level])
         if used > capacity:

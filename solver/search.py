@@ -25,7 +25,7 @@ from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, e
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp.variables import Option
 from shardwise.formulations.splits import SplitSearch, plans_to_try
-from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate
+from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate, judge
 from shardwise.solver.result import Progress
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ NO_PRUNE_LIMIT = 2000
 RESOLUTION_BITS = 28
 """The incumbent is worth about 2^28 units: coefficients stay below 2^31 and sums far below 2^53."""
 UNLIMITED = 2**60
+NEAR = 1 + 1e-4
+"""Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
 REPORT_EVERY_S = 0.1
 FIRST_TRY = 4
 
@@ -85,8 +87,8 @@ class Search:
         self.reported = -math.inf
         self.tally = Tally()
         self.incumbent: Incumbent | None = None
-        self.seen: dict[tuple[int, ...], Incumbent] = {}
-        self.unit_s = 0.0
+        self.seen: dict[tuple[int, ...], tuple[int, Plan]] = {}
+        self.unit_s = 1.0
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
         self.closest: tuple[float, str] | None = None
@@ -141,7 +143,7 @@ class Search:
             usable = np.nonzero(result.fits & np.isfinite(result.lower_s))[0]
             left += len(usable)
             if incumbent_s is not None:
-                usable = usable[result.lower_s[usable] <= incumbent_s * (1 + 1e-6)]
+                usable = usable[result.lower_s[usable] <= incumbent_s * NEAR]
             bounds.append(result.lower_s[usable])
             where.append(np.stack((np.full(len(usable), index), usable), axis=1))
             self.check_time()
@@ -152,19 +154,41 @@ class Search:
         self.tally.counts["pruned_by_work_bound"] = left - len(order)
         return [(float(lower[i]), int(rows[i, 0]), int(rows[i, 1])) for i in order]
 
-    def first_incumbent(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> None:
-        """A good plan from the best-bound candidates; sets the unit. Same with pruning on and off."""
+    def first_incumbent(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> list[Candidate]:
+        """Make a good plan of the best-bound candidates the incumbent, and choose the unit; pruning on or off.
+
+        Without an incumbent, the candidates that the split bound leaves: CP-SAT has to tell whether they hold a plan.
+        """
+        left: list[Candidate] = []
         for factor in (FIRST_TRY, UNLIMITED):
             for lower_s, grid, row in ordered:
                 self.check_time()
                 self.choose_unit(lower_s)
                 for candidate in self.candidates(grids[grid], row):
                     limit = min(UNLIMITED, math.ceil(factor * lower_s / self.unit_s))
-                    self.try_candidate(candidate, self.coefficients(candidate), limit)
+                    option = self.try_candidate(candidate, self.coefficients(candidate), limit)
+                    if option is not None and factor == UNLIMITED:
+                        left.append(candidate)
                 if self.incumbent is not None:
                     self.choose_unit(self.incumbent.evaluation.step_time_s)
                     self.rescale()
-                    return
+                    return []
+        if left:
+            self.choose_unit(max(self.longest_s(candidate) for candidate in left))
+        return left
+
+    def longest_s(self, candidate: Candidate) -> float:
+        """Above every step time of the candidate: all layers on every stage, everything recomputed."""
+        c = self.tables.time(candidate.degrees, candidate.placement, candidate.micro_batches)
+        kinds = self.instance.model.kind_indices
+        layers = sum(
+            c.busy[k] + max(c.busy_full[k], c.busy_selective[k]) + 3 * (c.forward[k] + c.backward[k])
+            + abs(c.tail_floor[k]) + abs(c.tail_overlap[k])
+            for k in kinds
+        )  # fmt: skip
+        ends = 2 * (c.embedding_busy + c.head_busy) + c.embedding_tail_floor + c.head_tail_floor
+        ends += abs(c.embedding_tail_overlap) + abs(c.head_tail_overlap)
+        return layers + ends + 2 * sum(c.hops) + sum(c.transfers) + 2 * c.tied + c.overhead
 
     def rescale(self) -> None:
         """Express the incumbent in the unit just chosen."""
@@ -186,17 +210,17 @@ class Search:
 
     def offer(self, plan: Plan, candidate: Candidate) -> bool:
         """Make `plan` the incumbent if it is admitted and better."""
-        evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
-        if not evaluation.admitted:
+        verdict = judge(self.instance, plan, self.unit_s)
+        if not verdict.admitted:
             return False
-        assert evaluation.objective_units is not None
-        offered = Incumbent(plan, evaluation, candidate, evaluation.objective_units)
+        key = (verdict.objective_units, candidate.tie_key)
         known = self.seen.get(candidate.tie_key)
-        if known is None or offered.key < known.key:
-            self.seen[candidate.tie_key] = offered
-        if self.incumbent is not None and offered.key >= self.incumbent.key:
+        if known is None or verdict.objective_units < known[0]:
+            self.seen[candidate.tie_key] = verdict.objective_units, plan
+        if self.incumbent is not None and key >= self.incumbent.key:
             return False
-        self.incumbent = offered
+        evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
+        self.incumbent = Incumbent(plan, evaluation, candidate, verdict.objective_units)
         return True
 
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
@@ -267,13 +291,17 @@ class Search:
         if len(candidates) > NO_PRUNE_LIMIT:
             raise InputError(f"--no-prune: {len(candidates)} candidates, at most {NO_PRUNE_LIMIT} go into one model")
         self.tally.placements = len(candidates)
+        self.open_all(candidates)
+
+    def open_all(self, candidates: list[Candidate]) -> None:
+        """Open every candidate with bound 0."""
         most = self.most_units()
         for candidate in candidates:
             coefficients = clipped(self.coefficients(candidate), most + 1)
             self.open.append(Option(candidate, coefficients, self.tables.memory(candidate.degrees), 0))
 
     def most_units(self) -> int:
-        """Above every step time that still matters."""
+        """Above every step time that still matters: without an incumbent the unit is that of the slowest plan."""
         return 2 ** (RESOLUTION_BITS + 2) if self.incumbent is None else self.incumbent.units
 
 

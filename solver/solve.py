@@ -24,6 +24,7 @@ from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
 from shardwise.solver.close import Statistics, close_waves, settle
 from shardwise.data.instance_document import instance_document
+from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, Progress, Result
 from shardwise.solver.search import Search, TimeUpError
 
@@ -142,15 +143,16 @@ def _run(search: Search, statistics: Statistics, workers: int, seed: int, prune:
         search.unopened_bound_s = 0.0
         ordered = search.ordered(grids, None)
         search.unopened_bound_s = ordered[0][0] if ordered else None
-        search.first_incumbent(grids, ordered)
+        left = search.first_incumbent(grids, ordered)
         if not prune:
             search.all_options(grids)
             search.unopened_bound_s = None
             closed = close_waves(search, statistics, workers, seed, wave=None)
         elif search.incumbent is None:
-            search.tally.counts["pruned_by_split_bound"] = len(ordered)
+            search.tally.counts["pruned_by_split_bound"] = len(ordered) - len(left)
             search.unopened_bound_s = None
-            closed = True
+            search.open_all(left)
+            closed = close_waves(search, statistics, workers, seed)
         else:
             search.prune(grids, search.ordered(grids, search.incumbent.evaluation.step_time_s))
             closed = close_waves(search, statistics, workers, seed)
@@ -188,7 +190,9 @@ def _result(
     document = incumbent.evaluation.to_dict()
     plan = replace(incumbent.plan, instance=instance_document(instance), evaluation=document)
     report["idle_devices"] = incumbent.evaluation.idle_devices
-    others = sorted((other for other in search.seen.values() if other.candidate != incumbent.candidate), key=lambda o: o.key)
+    others = sorted(
+        (units, key, other) for key, (units, other) in search.seen.items() if key != incumbent.candidate.tie_key
+    )[:ALTERNATIVES]
     return Result(
         "OPTIMAL" if closed else "FEASIBLE",
         "step-time",
@@ -198,8 +202,8 @@ def _result(
         plan,
         incumbent.evaluation,
         alternatives=tuple(
-            Alternative(other.plan, other.evaluation.step_time_s, other.units == incumbent.units)
-            for other in others[:ALTERNATIVES]
+            Alternative(other, evaluate(instance, other).step_time_s, units == incumbent.units)
+            for units, _, other in others
         ),
         report=report,
     )

@@ -56,8 +56,8 @@ DOMAIN_POINTS = [
     (MI300X, XGMI, "all_reduce", 8, 268435456, 1540.4),
     (L40S, PCIE4, "all_reduce", 4, 16777216, 4922.3),
 ]
-# Between nodes: xxrjun/nccl-tests-cluster@455de4f8de (H100), a public nccl-tests log of Dell H200 over BlueField-3 RoCE,
-# stas00/ml-engineering@744d01e18b network/README.md (B200).
+# Between nodes: xxrjun/nccl-tests-cluster@455de4f8de (H100), a public nccl-tests log of Dell H200 over BlueField-3
+# RoCE, stas00/ml-engineering@744d01e18b network/README.md (B200).
 NETWORK_POINTS = [
     (H100, ((10, NDR),), "all_reduce", 1073741824, 39744.4),
     (H100, ((2, NVLINK4), (10, NDR)), "all_reduce", 1073741824, 20875.4),
