@@ -94,7 +94,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, seed {SEED}, {WORKERS} workers")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, seed {SEED}, {WORKERS} workers"
+    )
     tables = {}
     for name, instances in (("instances", INSTANCES), ("growth", GROWTH)):
         rows = []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from shardwise.data.cluster import Accelerator, Cluster, Link
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
-from shardwise.data.model import Model
 from shardwise.data.profile import Profile, load_profile
 from shardwise.data.rules import MEGATRON_CORE, Rules
-from shardwise.data.workload import Training
+
+if TYPE_CHECKING:
+    from shardwise.data.cluster import Accelerator, Cluster, Link
+    from shardwise.data.model import Model
+    from shardwise.data.workload import Training
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,9 @@ class Instance:
         faults = []
         if len(self.cluster.accelerators) > 1:
             names = ", ".join(accelerator.name for accelerator in self.cluster.accelerators)
-            faults.append(f"cluster {self.cluster.name}: mixed accelerators ({names}) are not planned yet; use one type")
+            faults.append(
+                f"cluster {self.cluster.name}: mixed accelerators ({names}) are not planned yet; use one type"
+            )
         faults += [
             f"cluster {self.cluster.name}: level {level} has {len(links)} different links; one per level is planned"
             for level, links in enumerate(self.cluster.links)

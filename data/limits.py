@@ -7,11 +7,14 @@ Limits on one variable are intersected; an empty intersection is a contradiction
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 INTEGER_VARIABLES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "zero", "sequence_parallel", "devices")
 RECOMPUTE_MODES = ("none", "selective", "full")
@@ -83,7 +86,9 @@ def parse_limits(texts: Iterable[str]) -> Limits:
         match = _FORM.fullmatch(text)
         variable = variable_of(text)
         if match is None:
-            faults.append(f"limit {text!r} cannot be read: write variable, =, <=, >=, < or >, and a value, such as pp<=8")
+            faults.append(
+                f"limit {text!r} cannot be read: write variable, =, <=, >=, < or >, and a value, such as pp<=8"
+            )
             continue
         sign, value = match[2], match[3]
         if variable == "recompute":

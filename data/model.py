@@ -23,7 +23,11 @@ MAX_SIZE = 2**40
 
 def check_positive(owner: str, **sizes: int | float) -> None:
     """Raise `ValueError` naming each of `sizes` that is not above zero or is absurdly large."""
-    faults = [f"{owner}.{name}={value} must be between 1 and 2^40" for name, value in sizes.items() if not 0 < value <= MAX_SIZE]
+    faults = [
+        f"{owner}.{name}={value} must be between 1 and 2^40"
+        for name, value in sizes.items()
+        if not 0 < value <= MAX_SIZE
+    ]
     if faults:
         raise ValueError("; ".join(faults))
 

@@ -228,7 +228,9 @@ class Plan:
         if not isinstance(document, dict):
             raise InputError("plan: the document must be a JSON object")
         if document.get("version") != PLAN_VERSION:
-            raise InputError(f"plan.version={document.get('version')!r} is not supported; this release reads {PLAN_VERSION}")
+            raise InputError(
+                f"plan.version={document.get('version')!r} is not supported; this release reads {PLAN_VERSION}"
+            )
         faults: list[str] = []
         degrees = _read_degrees(document.get("degrees"), faults)
         stages = _read_stages(document.get("stages"), faults)
@@ -289,7 +291,8 @@ def _read_stages(entry: Any, faults: list[str]) -> tuple[Stage, ...] | None:
 
 def _read_placement(entry: Any, faults: list[str]) -> Placement | None:
     try:
-        return Placement(*(tuple(entry[axis]) for axis in AXES), rank_order=entry.get("rank_order", "tp-dp-pp"))
+        tp, pp, dp = (tuple(entry[axis]) for axis in AXES)
+        return Placement(tp, pp, dp, entry.get("rank_order", "tp-dp-pp"))
     except (KeyError, TypeError, AttributeError):
         faults.append(f"plan.placement needs a list of factors for each of {', '.join(AXES)}")
     except ValueError as error:

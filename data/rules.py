@@ -7,12 +7,17 @@ the lines of Megatron-Core named in `docs/rules.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Model, Moe
-from shardwise.data.plan import Placement, Plan, RankOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardwise.data.plan import Placement, Plan, RankOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +134,14 @@ def batch_faults(rules: Rules, global_batch: int, micro_batch: int, dp: int) -> 
 
 
 def interleave_faults(rules: Rules, pp: int, vpp: int, micro_batches: int) -> list[str]:
-    """Interleaving runs groups of pp micro-batches: M >= pp and M % pp == 0 (schedules.py L1157-1180, default group)."""
+    """Interleaving runs groups of pp micro-batches, so M % pp == 0 (schedules.py L1157-1180, the default group)."""
     if vpp > 1 and rules.interleave_group_is_pp and micro_batches % pp:
         return [f"vpp={vpp} needs micro_batches={micro_batches} to be a multiple of pp={pp}"]
     return []
 
 
 def rank_faults(rules: Rules, placement: Placement) -> list[str]:
-    """With ranks numbered along the cluster, an axis leaves a level only when all faster axes are complete within it."""
+    """With ranks numbered along the devices, an axis leaves a level only when all faster axes are complete in it."""
     if placement.rank_order not in rules.rank_orders:
         return [f"rank_order={placement.rank_order} is not one of {', '.join(rules.rank_orders)}"]
     if rules.linear_ranks and not is_linear(placement):
@@ -183,9 +188,7 @@ def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
 def is_even(chunks: tuple[int, ...]) -> bool:
     """Whether the chunks between the first and the last are q + 1 or q layers, larger ones first."""
     middle = chunks[1:-1]
-    return not middle or (
-        all(a >= b for a, b in zip(middle, middle[1:], strict=False)) and middle[0] - middle[-1] <= 1
-    )
+    return not middle or (all(a >= b for a, b in itertools.pairwise(middle)) and middle[0] - middle[-1] <= 1)
 
 
 def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
@@ -196,7 +199,8 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     faults += batch_faults(rules, global_batch, d.micro_batch, d.dp)
     if plan.micro_batches * d.micro_batch * d.dp != global_batch:
         faults.append(
-            f"micro_batches={plan.micro_batches} x micro_batch={d.micro_batch} x dp={d.dp} is not global_batch={global_batch}"
+            f"micro_batches={plan.micro_batches} x micro_batch={d.micro_batch} x dp={d.dp} is not "
+            f"global_batch={global_batch}"
         )
     faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     if d.zero not in rules.zero_stages:

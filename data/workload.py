@@ -10,7 +10,7 @@ Optimizer = Literal["adamw", "sgd"]
 Attention = Literal["flash", "unfused"]
 
 OPTIMIZER_STATE_BYTES: dict[str, int] = {"adamw": 12, "sgd": 8}
-"""fp32 master weight and fp32 moments: AdamW keeps two moments, SGD one (Rajbhandari et al., arXiv 1910.02054, section 3.1)."""
+"""fp32 master weight and moments: AdamW keeps two, SGD one (Rajbhandari et al., arXiv 1910.02054, section 3.1)."""
 
 MAX_SEQUENCE = 2**26
 MAX_BATCH = 2**24
@@ -28,16 +28,19 @@ class Training:
 
     def __post_init__(self) -> None:
         faults = []
-        for name, value, most in (("seq_len", self.seq_len, MAX_SEQUENCE), ("global_batch", self.global_batch, MAX_BATCH)):
+        for name, value, most in (
+            ("seq_len", self.seq_len, MAX_SEQUENCE),
+            ("global_batch", self.global_batch, MAX_BATCH),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 faults.append(f"workload.{name}={value!r} must be a whole number between 1 and {most}")
-        for name, value, allowed in (
+        for name, chosen, allowed in (
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),
             ("attention", self.attention, get_args(Attention)),
         ):
-            if value not in allowed:
-                faults.append(f"workload.{name}={value!r} must be one of {', '.join(allowed)}")
+            if chosen not in allowed:
+                faults.append(f"workload.{name}={chosen!r} must be one of {', '.join(allowed)}")
         if faults:
             raise ValueError("; ".join(faults))
 

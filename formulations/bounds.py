@@ -25,16 +25,19 @@ Each is proven from (T1)-(T5) alone and property-tested against exhaustive minim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.plan import Degrees
 from shardwise.formulations.candidates import Grid, PlacementTable, divisors
-from shardwise.formulations.coefficients import CostTables
 from shardwise.formulations.layer_costs import Sharding, ShardTimes, tensor_parallel_time_s
 from shardwise.formulations.memory import MIB, end_params_on_device, head_activations_bytes, state_bytes, tied_copy
 from shardwise.formulations.step_time import hop_time_s, spans_of
+
+if TYPE_CHECKING:
+    from shardwise.formulations.coefficients import CostTables
 
 Floats = npt.NDArray[np.float64]
 SAFETY = 1 - 1e-9
@@ -115,7 +118,7 @@ class GridBounds:
 
 def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBounds:
     """(B1)-(B5) of every row of `grid`, with the best placement of each group assumed."""
-    tables, instance, shape = best.tables, best.tables.instance, grid.shape
+    instance, shape = best.tables.instance, grid.shape
     kinds = np.array(instance.model.kind_indices)
     counts = np.bincount(kinds, minlength=len(instance.model.kinds))
     layers, profile = len(kinds), instance.profile
@@ -138,9 +141,7 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     if incumbent_s is not None:
         last_chunk = np.minimum(np.floor(incumbent_s / (grid.micro_batches * fastest)), layers)
     repeated = _repeated(best, grid, last_chunk)
-    lower = work_bound_s(
-        work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated
-    )
+    lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated)
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
     return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
 

@@ -1,7 +1,7 @@
 """Candidates: every legal tuple of degrees, and the placements of each.
 
-(N1) tp ranges over the degrees that the rules' tensor checks admit; pp x vpp over the pipelines of at most L + 2 chunks;
-     dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's stages;
+(N1) tp ranges over the degrees that the rules' tensor checks admit; pp x vpp over the pipelines of at most L + 2
+     chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's stages;
      sequence parallelism is on or off for tp > 1 where tp divides the sequence length.
 (N2) devices = tp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, pp, dp over the levels of the cluster so that the product at each level does not
@@ -13,16 +13,20 @@ The tie order among candidates of equal step time is the ascending order of `tie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.instance import Instance
 from shardwise.data.plan import Degrees, Placement
 from shardwise.data.rules import is_linear, pipeline_faults, tensor_faults
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.data.instance import Instance
 
 Column = npt.NDArray[np.int64]
 
@@ -215,4 +219,3 @@ class PlacementTable:
                         break
                     for rest in self._factorings((tp // a, pp // b, dp // c), (*block, used)):
                         yield ((a, b, c), *rest)
-

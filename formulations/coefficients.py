@@ -1,9 +1,9 @@
-"""What one candidate's step time and memory are linear in: seconds (or integer units) and MiB per layer of each kind.
+"""What one candidate's step time and memory are linear in: seconds (or units) and MiB per layer of each kind.
 
-(F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the busy time of all micro-batches, the passes
-     of one micro-batch, their additions under recompute, and the two tails of (T4). `in_units` rounds each to the nearest
-     multiple of the instance's time unit; nothing is rounded after that, so a step of n rounded terms is within n / 2
-     units of the same step in seconds.
+(F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the busy time of all micro-batches, the
+     passes of one micro-batch, their additions under recompute, and the two tails of (T4). `in_units` rounds each to
+     the nearest multiple of the instance's time unit; nothing is rounded after that, so a step of n rounded terms is within
+     n / 2 units of the same step in seconds.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING, Any
 
-from shardwise.data.instance import Instance
-from shardwise.data.plan import Degrees, Placement
 from shardwise.formulations.layer_costs import LayerCosts, LayerTime, Sharding
 from shardwise.formulations.memory import (
     MIB,
@@ -36,6 +35,10 @@ from shardwise.formulations.step_time import (
     sync_rates,
     tied_sync_s,
 )
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Degrees, Placement
 
 Numbers = tuple[float, ...]
 
@@ -80,7 +83,7 @@ class TimeCoefficients:
 
     def in_units(self, unit_s: float) -> TimeCoefficients:
         """Every coefficient as a whole number of `unit_s`, rounded to nearest."""
-        rounded = {}
+        rounded: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple):

@@ -24,12 +24,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardwise.data.cluster import Link
-from shardwise.data.instance import Instance
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
 from shardwise.formulations.collectives import collective_time_s
 from shardwise.formulations.kernels import attention_time_s, gemm_time_s, grouped_gemm_time_s, memory_bound_time_s
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
 
 ACTIVATION_BYTES = 2
 LOGIT_BYTES = 4
@@ -81,9 +84,7 @@ class _Pass:
     core_s: float = 0.0
 
     def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(
-            self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.core_s + other.core_s
-        )
+        return _Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.core_s + other.core_s)
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
-from shardwise.data.instance import Instance
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, LOGIT_BYTES, padded_vocab
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
 
 MIB = 2**20
 WEIGHT_BYTES = 2
@@ -112,10 +115,7 @@ def layer_activations(instance: Instance, kind: LayerKind, tp: int, micro_batch:
                 kv_heads = heads
                 values += (part.latent.q_rank or 0) + part.latent.kv_rank + part.latent.qk_rope_dim
             values += heads * (part.head_dim + part.v_head_dim) + kv_heads * (part.head_dim + part.v_head_dim)
-            if instance.workload.attention == "flash":
-                core = SOFTMAX_STATISTIC_BYTES * heads
-            else:
-                core = 5.0 * heads * seq_len
+            core = heads * (SOFTMAX_STATISTIC_BYTES if instance.workload.attention == "flash" else 5.0 * seq_len)
             statistics += core
         elif isinstance(part, Mamba):
             values += (4 * part.inner + 4 * part.groups * part.state + (part.heads or 0)) / tp

@@ -3,8 +3,8 @@
 (S1) 1F1B (Narayanan et al., arXiv 2006.09503): stage k of p runs p - k - 1 forward passes ahead, so at most
      min(m, p - k) micro-batches are in flight.
 (S2) Interleaved 1F1B (Megatron core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`): forward passes run in
-     groups of p micro-batches per chunk; stage k is min(m v, 2 (p - k - 1) + (v - 1) p) passes ahead, then alternates one
-     forward and one backward. Backward passes take the chunks in reverse order.
+     groups of p micro-batches per chunk; stage k is min(m v, 2 (p - k - 1) + (v - 1) p) passes ahead, then alternates
+     one forward and one backward. Backward passes take the chunks in reverse order.
 
 In flight is a vector with one entry per chunk of the stage. Memory is linear in it, so the maximal vectors of the order
 are enough: every other moment needs no more.
@@ -28,7 +28,9 @@ def in_flight(pp: int, vpp: int, micro_batches: int, stage: int) -> tuple[tuple[
         counts[_chunk(position, pp, vpp)] += 1
         seen.add(tuple(counts))
         counts[vpp - 1 - _chunk(position - ahead, pp, vpp)] -= 1
-    return tuple(sorted(a for a in seen if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen)))
+    return tuple(
+        sorted(a for a in seen if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen))
+    )
 
 
 @lru_cache(maxsize=65536)

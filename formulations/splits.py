@@ -1,14 +1,14 @@
 """The best split of the layers of one candidate: an exact minimum of a relaxation, in integer units.
 
 (P1) v = 1. With the layers before stage k fixed, fill and drain without recompute are known, so the step is at least
-     the largest over k of  max(A_k + drain to stage 0 + floor tail of the embedding, A_k + X_k).  A dynamic program over (stage, first
-     layer) minimises that maximum.
+     the largest over k of  max(A_k + drain to stage 0 + floor tail of the embedding, A_k + X_k).  A dynamic program
+     over (stage, first layer) minimises that maximum.
 (P2) v > 1. Even chunks leave two numbers to choose, the layers of the first and of the last chunk; all pairs are tried
      at once.
 (P3) recompute: each stage takes on its own the cheapest setting that fits its memory, of one mode for all stages where
      the pack wants that (the modes are then tried one by one, and full recompute repeats at least one layer of every
-     chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1 memory is taken at one moment
-     of the schedule only, right after the warm-up.
+     chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
+     memory is taken at one moment of the schedule only, right after the warm-up.
 
 So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. Both are exact
 when nothing is recomputed and every drain ends at stage 0.
@@ -16,18 +16,22 @@ when nothing is recomputed and every drain ends at stage 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.instance import Instance
 from shardwise.data.plan import Plan, Recompute, Stage
-from shardwise.formulations.candidates import Candidate
-from shardwise.formulations.coefficients import CostTables, MemoryCoefficients, TimeCoefficients
 from shardwise.formulations.schedule import in_flight_after_warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.data.instance import Instance
+    from shardwise.formulations.candidates import Candidate
+    from shardwise.formulations.coefficients import CostTables, MemoryCoefficients, TimeCoefficients
 
 Ints = npt.NDArray[np.int64]
 Modes = tuple[Recompute, ...]
@@ -97,13 +101,17 @@ class SplitSearch:
         busy, forward, backward = (self.prefix(c) for c in (time.busy, time.forward, time.backward))
         floor, overlap = self.prefix(time.tail_floor), self.prefix(time.tail_overlap)
         state = self.prefix(memory.state)
-        hops = np.concatenate(([0], np.cumsum(np.asarray(time.hops, dtype=np.int64)))) if p > 1 else np.zeros(1, np.int64)
+        hops = (
+            np.concatenate(([0], np.cumsum(np.asarray(time.hops, dtype=np.int64)))) if p > 1 else np.zeros(1, np.int64)
+        )
         value = np.full(total + 1, INFINITE)
         value[total] = 0
         choices: list[tuple[Ints, Ints, Ints, Ints]] = []
         for k in reversed(range(p)):
             least = 0 if k in (0, p - 1) and p > 1 else 1
-            first = np.arange(max(k - 1, 0, total - (p - k) * most), min(total - max(p - 2 - max(k - 1, 0), 0), k * most) + 1)
+            first = np.arange(
+                max(k - 1, 0, total - (p - k) * most), min(total - max(p - 2 - max(k - 1, 0), 0), k * most) + 1
+            )
             if k == 0:
                 first = np.zeros(1, dtype=np.int64)
             size = np.arange(least, most + 1)
@@ -204,7 +212,7 @@ class SplitSearch:
     ) -> Split | None:
         """(P2)."""
         d, total = candidate.degrees, self.layers
-        p, v, chunks = d.pp, d.vpp, d.virtual_stages
+        p, v = d.pp, d.vpp
         most = self._most_layers(time, limit)
         cuts = even_cuts(total, p, v, most)
         if not len(cuts):
@@ -249,7 +257,9 @@ class SplitSearch:
             base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
             spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
 
-            def kept(middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, vector: tuple[int, ...] = vector) -> Ints:
+            def kept(
+                middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, vector: tuple[int, ...] = vector
+            ) -> Ints:
                 """Activations when each chunk is in `mode` up to `middle` and keeps everything after it."""
                 total = np.zeros(len(start), np.int64)
                 for row, count in enumerate(vector):
@@ -341,8 +351,7 @@ def even_cuts(layers: int, p: int, v: int, most: int) -> Ints:
 
 def even_chunks(layers: int, chunks: int, most: int) -> Ints:
     """(P2) All even chunkings: first and last free up to `most`, larger middle chunks first; one row each."""
-    first, last = np.meshgrid(np.arange(most + 1), np.arange(most + 1), indexing="ij")
-    first, last = first.ravel(), last.ravel()
+    first, last = (grid.ravel() for grid in np.meshgrid(np.arange(most + 1), np.arange(most + 1), indexing="ij"))
     middle = layers - first - last
     keep = middle >= chunks - 2
     first, last, middle = first[keep], last[keep], middle[keep]

@@ -2,8 +2,8 @@
 
 Stage k of p runs its passes in a fixed order, so any path through the graph of passes is a valid lower bound on the
 step, and the longest of a family of paths is the step time that is minimised. The family used here, with `F_j`, `B_j`
-the passes of the first chunk of stage j for one micro-batch (embedding included for j = 0), `hop_j` the transfer between
-stages j and j + 1, and `W_k` the time that stage k works on all chunks of all m micro-batches:
+the passes of the first chunk of stage j for one micro-batch (embedding included for j = 0), `hop_j` the transfer
+between stages j and j + 1, and `W_k` the time that stage k works on all chunks of all m micro-batches:
 
 (T1) stage k starts after the fill and is then busy:  A_k = sum_{j<k} (F_j + hop_j) + W_k
 (T2) W_k = m (sum of forward and backward over its layers, recompute included, + exposed transfers)
@@ -19,15 +19,18 @@ al., arXiv 2104.04473, section 2.2). A simulator may add longer paths of the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shardwise.data.cluster import Link
-from shardwise.data.instance import Instance
-from shardwise.data.plan import Degrees, Placement
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
 from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
 from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES
+
+if TYPE_CHECKING:
+    from shardwise.data.cluster import Link
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Degrees, Placement
 
 
 def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:

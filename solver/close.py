@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.plan import Plan
 from shardwise.formulations.cp import Formulation, Option, build
-from shardwise.solver.search import Search
+
+if TYPE_CHECKING:
+    from shardwise.data.plan import Plan
+    from shardwise.solver.search import Search
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +122,7 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
 
 def accept(search: Search, plan: Plan, formulation: Formulation, options: tuple[Option, ...]) -> None:
     """Offer a CP-SAT plan; the independent evaluation must admit it."""
-    option = next(
-        o for o in options if o.candidate.degrees == plan.degrees and o.candidate.placement == plan.placement
-    )
+    option = next(o for o in options if o.candidate.degrees == plan.degrees and o.candidate.placement == plan.placement)
     before = search.incumbent
     offered = search.offer(plan, option.candidate)
     if not offered and (before is None or before.plan != plan):
@@ -162,7 +162,7 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
         else:
             # Depth-first search in a fixed order finds the lexicographically first solution first; presolve could
             # replace the variables that the order speaks of.
-            model.clear_hints()
+            model.clear_hints()  # type: ignore[no-untyped-call]
             solver.parameters.search_branching = cp_model.FIXED_SEARCH
             solver.parameters.cp_model_presolve = False
             solver.parameters.stop_after_first_solution = True
@@ -170,7 +170,9 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
             model.add_decision_strategy(list(settings), cp_model.CHOOSE_FIRST, cp_model.SELECT_MIN_VALUE)
         status = solver.solve(model)
         statistics.add(solver, model, solver.status_name(status))
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or (step != "lexicographic" and status != cp_model.OPTIMAL):
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or (
+            step != "lexicographic" and status != cp_model.OPTIMAL
+        ):
             statistics.settled = False
             return
         if step == "recompute":

@@ -6,14 +6,13 @@ functions with the formulations, but none of their constraints.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.data.faults import InputError
-from shardwise.data.instance import Instance
 from shardwise.data.model import Attention
-from shardwise.data.plan import Plan
 from shardwise.data.rules import plan_faults
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients
 from shardwise.formulations.layer_costs import Sharding
@@ -27,6 +26,10 @@ from shardwise.formulations.memory import (
     transfer_buffer_bytes,
 )
 from shardwise.formulations.schedule import in_flight
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Plan
 
 GB = 1e9
 
@@ -46,7 +49,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class TimeParts:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan costs. `objective_units` and `memory_mib` are the integers that the formulation minimises and bounds."""
+    """What a plan costs. `objective_units` and `memory_mib` are the integers of the formulation."""
 
     step_time_s: float
     parts: TimeParts
@@ -256,7 +259,7 @@ class _Walk:
         self.plan, self.c = plan, coefficients
         self.pp = plan.degrees.pp
         kinds, cuts = instance.model.kind_indices, plan.cuts
-        self.chunks = [kinds[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        self.chunks = [kinds[a:b] for a, b in itertools.pairwise(cuts)]
 
     def stage_chunks(self, stage: int) -> list[tuple[int, ...]]:
         return self.chunks[stage :: self.pp]
@@ -375,7 +378,9 @@ def _stage_params(tables: CostTables, plan: Plan, stage: int) -> int:
     return total
 
 
-def _kept_layers(tables: CostTables, plan: Plan, stage: int) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
+def _kept_layers(
+    tables: CostTables, plan: Plan, stage: int
+) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
     """(kind, chunk row, recompute mode) of every layer of a stage."""
     instance, d, setting = tables.instance, plan.degrees, plan.stages[stage]
     cuts, out = plan.cuts, []
@@ -395,7 +400,9 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     kept = _kept_layers(tables, plan, stage)
     bytes_of = tables.activations(d.tp, d.micro_batch, d.sequence_parallel)
     vectors = in_flight(d.pp, d.vpp, plan.micro_batches, stage)
-    activations = max(sum(vector[row] * getattr(bytes_of[kind], mode) for kind, row, mode in kept) for vector in vectors)
+    activations = max(
+        sum(vector[row] * getattr(bytes_of[kind], mode) for kind, row, mode in kept) for vector in vectors
+    )
     states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d.dp, d.zero)
     recomputes = any(mode == "full" for _, _, mode in kept)
     return StageMemory(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.data.plan import Plan
-from shardwise.solver.evaluate import Evaluation
+if TYPE_CHECKING:
+    from shardwise.data.plan import Plan
+    from shardwise.solver.evaluate import Evaluation
 
 Status = Literal["OPTIMAL", "FEASIBLE", "INFEASIBLE", "UNKNOWN"]
 

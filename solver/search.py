@@ -11,15 +11,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.data.instance import Instance
-from shardwise.data.plan import Plan
 from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, work_bound_s
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
@@ -27,6 +24,12 @@ from shardwise.formulations.cp.variables import Option
 from shardwise.formulations.splits import SplitSearch, plans_to_try
 from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate, judge
 from shardwise.solver.result import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +310,7 @@ class Search:
 
 def clipped(coefficients: TimeCoefficients, most: int) -> TimeCoefficients:
     """No coefficient above `most`."""
-    changed = {}
+    changed: dict[str, Any] = {}
     for name in TimeCoefficients.__slots__:
         value = getattr(coefficients, name)
         changed[name] = tuple(min(x, most) for x in value) if isinstance(value, tuple) else min(value, most)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.data.cluster import Cluster
 from shardwise.data.cluster_catalog import load_cluster
 from shardwise.data.faults import InputError
 from shardwise.data.instance import Instance
+from shardwise.data.instance_document import instance_document
 from shardwise.data.limits import parse_limits
 from shardwise.data.model import Model
 from shardwise.data.model_catalog import load_model
@@ -23,10 +23,12 @@ from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
 from shardwise.solver.close import Statistics, close_waves, settle
-from shardwise.data.instance_document import instance_document
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, Progress, Result
 from shardwise.solver.search import Search, TimeUpError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 OBJECTIVES = ("step-time",)
 ALTERNATIVES = 5
@@ -237,7 +239,9 @@ def universe(instance: Instance) -> dict[str, Any]:
         "max_micro_batch": rules.max_micro_batch,
         "recompute": "one setting for all stages" if rules.uniform_recompute else "a setting per stage",
         "stages": "any contiguous split; with vpp > 1 even chunks, the first and the last free",
-        "placements": "rank order " + " or ".join(rules.rank_orders) if rules.linear_ranks else "any factoring over the levels",
+        "placements": "rank order " + " or ".join(rules.rank_orders)
+        if rules.linear_ranks
+        else "any factoring over the levels",
         "limits": list(instance.limits.text),
     }
 
@@ -276,8 +280,8 @@ def memory_reason(search: Search) -> str:
     capacity = instance.memory_limit_bytes
     shape = f"tp={degrees.tp} pp={degrees.pp} dp={degrees.dp} micro_batch={degrees.micro_batch} zero={degrees.zero}"
     return (
-        f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at least "
-        f"{need / 1e9:.1f} GB on some device; {instance.accelerator.name} has {capacity / 1e9:.1f} GB usable. "
+        f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at "
+        f"least {need / 1e9:.1f} GB on some device; {instance.accelerator.name} has {capacity / 1e9:.1f} GB usable. "
         f"Use more devices, devices with more memory, or a shorter sequence"
     )
 
@@ -287,4 +291,3 @@ def versions() -> dict[str, str]:
     names = ("shardwise", "ortools", "numpy")
     found = {name: metadata.version(name) for name in names}
     return found | {"python": platform.python_version(), "machine": platform.machine()}
-

@@ -22,6 +22,7 @@ Constraint groups, each one function of one module, in any order:
 Constraints that hold for one candidate are enforced by x_c; none is a product of variables.
 """
 
-from shardwise.formulations.cp.formulation import Formulation, Option, build
+from shardwise.formulations.cp.formulation import Formulation, build
+from shardwise.formulations.cp.variables import Option
 
 __all__ = ["Formulation", "Option", "build"]

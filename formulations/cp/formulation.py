@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.instance import Instance
 from shardwise.data.plan import Plan, Recompute, Stage
 from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.recompute import add_recompute
@@ -23,6 +22,11 @@ from shardwise.formulations.cp.variables import (
     new_choice,
     new_chunks,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.data.instance import Instance
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from shardwise.formulations.cp.variables import Choice, Chunks, Option, RecomputeChoice, weighted
 from shardwise.formulations.schedule import in_flight
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 
 def add_memory_capacity(
@@ -34,7 +37,9 @@ def add_memory_capacity(
                         [memory.kept(q, count, mode) for q in kinds] for mode in ("none", "selective", "full")
                     )
                     kept.append(weighted(tuple(none), chunks.count, i))
-                    kept.append(weighted(tuple(s - n for s, n in zip(selective, none, strict=True)), recompute.selected, i))
+                    kept.append(
+                        weighted(tuple(s - n for s, n in zip(selective, none, strict=True)), recompute.selected, i)
+                    )
                     kept.append(weighted(tuple(f - n for f, n in zip(full, none, strict=True)), recompute.full, i))
                 total = fixed + sum(states) + sum(kept) + memory.working * working[k]
                 model.add(total <= memory.capacity).only_enforce_if(chosen)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
-from shardwise.data.instance import Instance
 from shardwise.formulations.cp.stages import at_position, kind_prefix
 from shardwise.formulations.cp.variables import Choice, Chunks, Option, RecomputeChoice
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    from shardwise.data.instance import Instance
 
 
 def add_recompute(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ortools.sat.python import cp_model
 
-from shardwise.formulations.cp.variables import Choice, Option
+if TYPE_CHECKING:
+    from shardwise.formulations.cp.variables import Choice, Option
 
 
 def add_selection(model: cp_model.CpModel, options: tuple[Option, ...], choice: Choice) -> None:

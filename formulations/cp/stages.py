@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
-from shardwise.data.instance import Instance
-from shardwise.formulations.cp.variables import Choice, Chunks, Option
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    from shardwise.data.instance import Instance
+    from shardwise.formulations.cp.variables import Choice, Chunks, Option
 
 
 def add_contiguous_stages(
@@ -33,9 +36,7 @@ def add_contiguous_stages(
                 model.add(variable == at_cut[i + 1] - at_cut[i])
 
 
-def add_even_chunks(
-    model: cp_model.CpModel, options: tuple[Option, ...], choice: Choice, chunks: Chunks
-) -> None:
+def add_even_chunks(model: cp_model.CpModel, options: tuple[Option, ...], choice: Choice, chunks: Chunks) -> None:
     """(G3): for candidates with v > 1 the middle chunks never grow and differ by at most one layer."""
     for c, option in enumerate(options):
         used = option.candidate.degrees.virtual_stages

@@ -1,8 +1,8 @@
-"""(G6) T is at least every simple path (T1)-(T5); the place where longer paths of a simulated schedule will be added."""
+"""(G6) T is at least every simple path (T1)-(T5); longer paths of a simulated schedule are to be added here."""
 
 from __future__ import annotations
 
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from shardwise.formulations.cp.variables import (
     Choice,
@@ -13,6 +13,9 @@ from shardwise.formulations.cp.variables import (
     RecomputeChoice,
     weighted,
 )
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 
 def add_step_time(
@@ -41,7 +44,7 @@ def add_step_time(
 
 def _paths(
     option: Option, chunks: Chunks, recompute: RecomputeChoice, clock: Clock, k: int
-) -> list[cp_model.BoundedLinearExpression]:
+) -> list[cp_model.BoundedLinearExpression | bool]:
     """The linear inequalities of stage k."""
     time, last = option.time, option.stages - 1
     rows = option.chunks_of(k)
@@ -51,7 +54,7 @@ def _paths(
         work.append(weighted(time.busy_selective, recompute.selected, i))
         work.append(weighted(time.busy_full, recompute.full, i))
     busy = sum(work) + int(time.transfers[k]) + int((k == 0) * time.embedding_busy + (k == last) * time.head_busy)
-    out = [clock.end[k] >= clock.fill[k] + busy]
+    out: list[cp_model.BoundedLinearExpression | bool] = [clock.end[k] >= clock.fill[k] + busy]
     if k < last:
         hop = int(time.hops[k])
         forward = weighted(time.forward, chunks.count, k) + int((k == 0) * time.embedding_forward)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.instance import Instance
-from shardwise.formulations.candidates import Candidate
-from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
+    from shardwise.formulations.candidates import Candidate
+    from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
 
-Linear = cp_model.LinearExprT
+Linear = cp_model.LinearExpr
 
 
 @dataclass(frozen=True)
