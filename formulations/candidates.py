@@ -1,8 +1,8 @@
 """Candidates: every legal tuple of degrees, and the placements of each.
 
 (N1) tp ranges over the degrees that the rules' tensor checks admit; pp x vpp over the pipelines of at most L + 2
-     chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's stages;
-     sequence parallelism is on or off for tp > 1 where tp divides the sequence length.
+     chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's
+     stages; sequence parallelism is on or off for tp > 1 where tp divides the sequence length.
 (N2) devices = tp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, pp, dp over the levels of the cluster so that the product at each level does not
      exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along

@@ -2,8 +2,8 @@
 
 (F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the busy time of all micro-batches, the
      passes of one micro-batch, their additions under recompute, and the two tails of (T4). `in_units` rounds each to
-     the nearest multiple of the instance's time unit; nothing is rounded after that, so a step of n rounded terms is within
-     n / 2 units of the same step in seconds.
+     the nearest multiple of the instance's time unit; nothing is rounded after that, so a step of n rounded terms is
+     within n / 2 units of the same step in seconds.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
 """
 
