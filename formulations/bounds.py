@@ -68,12 +68,10 @@ class BestCase:
         extend(size, ())
         return found
 
-    def times(self, sharding: Sharding) -> ShardTimes | None:
-        """Layer times with the fastest tensor-parallel placement; None when the group fits nowhere."""
+    def times(self, sharding: Sharding) -> ShardTimes:
+        """Layer times with the fastest placement of the tensor-parallel group, which must fit somewhere."""
         instance = self.tables.instance
         spans = [spans_of(factors, instance.levels) for factors in self.group_factors(sharding.tp)]
-        if not spans:
-            return None
         best = min(spans, key=lambda option: tensor_parallel_time_s(instance, sharding, option))
         return self.tables.layer_costs.times(sharding, best)
 
@@ -119,6 +117,8 @@ class GridBounds:
 def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBounds:
     """(B1)-(B5) of every row of `grid`, with the best placement of each group assumed."""
     instance, shape = best.tables.instance, grid.shape
+    if not best.group_factors(shape.tp):
+        return GridBounds(np.full(len(grid), np.inf), np.zeros(len(grid), dtype=bool))
     kinds = np.array(instance.model.kind_indices)
     counts = np.bincount(kinds, minlength=len(instance.model.kinds))
     layers, profile = len(kinds), instance.profile
@@ -127,8 +127,6 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
         rows = grid.micro_batch == micro_batch
         sharding = Sharding(shape.tp, int(micro_batch), shape.sequence_parallel)
         times = best.times(sharding)
-        if times is None:
-            continue
         total = sum(n * time.both_s for n, time in zip(counts, times.kinds, strict=True))
         work[rows] = total + times.embedding.both_s + times.head.both_s
         fastest[rows] = min(time.both_s for time in times.kinds)
@@ -160,8 +158,6 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
     for micro_batch in np.unique(grid.micro_batch):
         times = best.times(Sharding(shape.tp, int(micro_batch), shape.sequence_parallel))
-        if times is None:
-            continue
         kept = min(
             min(a.none, a.selective) for a in tables.activations(shape.tp, int(micro_batch), shape.sequence_parallel)
         )
