@@ -411,7 +411,7 @@ def qwen3_moe(c: Fields) -> Build:
 def glm4_moe(c: Fields) -> Build:
     """GLM-4.5: query/key/value biases, router correction bias, query and key norms in the large one."""
     c.raw.setdefault("n_shared_experts", 1)
-    qk_norm = c.flag("use_qk_norm", default=c.raw.get("qk_norm") == "True")
+    qk_norm = c.flag("use_qk_norm", default=c.raw.get("qk_norm") is True)
     return moe_transformer(c, bias=True, router_bias=True, qk_norm="head" if qk_norm else None)
 
 

@@ -288,6 +288,4 @@ def layer(
     for index in range(count):
         tensors += norm(f"norm{index + 1}", hidden, norm_kind)
     name = "+".join(part.part.variant for part in parts) or "identity"
-    return LayerKind(
-        name + label, mixer.part if mixer else None, ffn.part if ffn else None, tensors + extra
-    )
+    return LayerKind(name + label, mixer.part if mixer else None, ffn.part if ffn else None, tensors + extra)
