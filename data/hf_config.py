@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.data.config_fields import Fields
 from shardwise.data.faults import InputError
 from shardwise.data.model import Model, Tensor
 from shardwise.data.model_families import FAMILIES, Build
 from shardwise.data.model_parts import linear, norm
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_FILE_BYTES = 10_000_000
 NEEDED = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"

@@ -1,7 +1,8 @@
 """The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`.
 
-Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` takes `=` only.
-Limits on one variable are intersected; an empty intersection is a contradiction and reported as such.
+Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` takes `=`, and
+`recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
+variable are intersected; an empty intersection is a contradiction and reported as such.
 """
 
 from __future__ import annotations

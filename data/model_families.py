@@ -1,12 +1,11 @@
 """Families of models: from the fields of a `config.json` to layers.
 
-`FAMILIES` maps a `model_type` to the function that reads it. Each function returns a `Build`; a new family is a function
-here and a line in that table. Defaults are those of the family's published code; what was assumed is listed.
+`FAMILIES` maps a `model_type` to the function that reads it. Each function returns a `Build`; a new family is a
+function here and a line in that table. Defaults are those of the family's published code; what was assumed is listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +30,8 @@ from shardwise.data.model_parts import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.data.config_fields import Fields
 
 

@@ -197,7 +197,7 @@ def mamba2(hidden: int, part: Mamba, *, conv_bias: bool = True, bias: bool = Fal
     """Mamba-2 mixer (Dao & Gu, arXiv 2405.21060; transformers models/mamba2)."""
     heads = part.heads or 1
     channels = part.inner + 2 * part.groups * part.state
-    convolution = (Tensor("conv1d.weight", (channels, 1, part.conv_kernel), "column"),)
+    convolution: tuple[Tensor, ...] = (Tensor("conv1d.weight", (channels, 1, part.conv_kernel), "column"),)
     if conv_bias:
         convolution += (Tensor("conv1d.bias", (channels,), "column"),)
     return MixerPart(

@@ -55,6 +55,7 @@ class SplitSearch:
         self.instance, self.tables = instance, tables
         self.kinds = np.array(instance.model.kind_indices)
         self.layers = len(self.kinds)
+        self.whole = instance.limits.recompute == "full"
         self._kept_prefixes: dict[tuple[int, int, str], Ints] = {}
         wanted = instance.limits.recompute
         modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
@@ -188,6 +189,7 @@ class SplitSearch:
             need = np.maximum(plain + memory.working - spare, 0)
             least = 1 if modes == ("full",) else 0
             until = np.maximum(np.searchsorted(saved, saved[start] + need), np.minimum(start + least, end))
+            until = np.where((until <= end) & self.whole, end, until)
             reachable = until <= end
             cost = again[np.minimum(until, end)] - again[start]
             extra = np.where(reachable, cost, extra)
@@ -237,7 +239,7 @@ class SplitSearch:
             return np.zeros((len(cuts), p), np.int64)
         again = self.prefix(time.busy_selective if modes == ("selective",) else time.busy_full)
         start, end = cuts[:, :-1], cuts[:, 1:]
-        until = end if modes == ("selective",) else np.minimum(start + 1, end)
+        until = end if modes == ("selective",) or self.whole else np.minimum(start + 1, end)
         extra: Ints = (again[until] - again[start]).reshape(-1, v, p).sum(axis=1)
         return extra
 
@@ -275,7 +277,8 @@ class SplitSearch:
                 better = (kept(end, "selective") <= spare) & (added < cost)
                 cost[better], mode[better, k] = added[better], 1
             if "full" in modes:
-                for size in range(1, int((end - start).max()) + 1):
+                largest = int((end - start).max())
+                for size in range(max(largest, 1) if self.whole else 1, max(largest, 1) + 1):
                     undecided = (cost >= INFINITE // 4) | (mode[:, k] == 1)
                     if not undecided.any():
                         break
@@ -378,7 +381,8 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
         if modes & {"selective", "full"} and instance.limits.recompute != "selective":
             needed = max((block for mode, block in split.settings if mode == "full"), default=1)
             largest = max(sizes)
-            uniform += [("full", block) for block in sorted({needed, min(needed + 1, largest), largest}) if block]
+            blocks = {largest} if instance.limits.recompute == "full" else {needed, min(needed + 1, largest), largest}
+            uniform += [("full", block) for block in sorted(blocks) if block]
         options = [[setting] * d.pp for setting in uniform]
     return [
         Plan(

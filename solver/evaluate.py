@@ -249,6 +249,8 @@ def _limit_faults(instance: Instance, plan: Plan) -> list[str]:
     wanted = instance.limits.recompute
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
+    elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):
+        faults.append("recompute is not full for every layer, as the limit asks")
     return faults
 
 

@@ -30,6 +30,9 @@ def add_recompute(
         if wanted is not None:
             model.add(flag == int(wanted == "selective"))
             model.add(layers >= 1) if wanted == "full" else model.add(layers == 0)
+    if wanted == "full":
+        for layers, size_of in zip(block, chunks.layers, strict=True):
+            model.add(layers >= size_of)
     if not instance.rules.uniform_recompute:
         _one_setting_per_stage(model, options, choice, selective, block)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from importlib import resources
@@ -197,10 +198,7 @@ def test_a_mutated_config_is_a_model_or_an_input_error(data: st.DataObject) -> N
             target.pop(name)
         else:
             target[name] = data.draw(values)
-    try:
+    model: Model | None = None
+    with contextlib.suppress(InputError):
         model = model_from_config(raw, "x")
-    except InputError as error:
-        assert error.faults
-    else:
-        assert isinstance(model, Model)
-        assert model.params > 0
+    assert model is None or model.params > 0

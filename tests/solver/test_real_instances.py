@@ -1,0 +1,162 @@
+"""Real models on real clusters: proven optimal, with effort held by deterministic proxies instead of seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+
+from shardwise.data.plan import Plan
+from shardwise.data.workload import Training
+from shardwise.solver.evaluate import Evaluation, evaluate
+from shardwise.solver.result import Result
+from shardwise.solver.solve import build_instance, solve
+
+BLOOM = ("tp=4", "pp=12", "vpp=1", "micro_batch=2", "recompute=full")
+
+
+@lru_cache(maxsize=32)
+def solved(
+    model: str, cluster: str, seq_len: int, batch: int, limits: tuple[str, ...] = (), workers: int = 1
+) -> Result:
+    return solve(model, cluster, Training(seq_len, batch), limits=limits, workers=workers)
+
+
+def placements_and_effort(result: Result) -> tuple[int, int, float]:
+    report = result.report
+    return (
+        report["candidates"]["placements_expanded"],
+        report["candidates"]["solved"],
+        report["cp_sat"]["deterministic_time"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_len", "batch", "most_placements"),
+    [
+        ("llama-3.1-70b", "dgx-h100:8", 8192, 512, 1500),
+        ("llama-3.1-405b", "dgx-h100:2048", 8192, 2048, 600),
+        ("gpt-3-175b", "dgx-a100:64", 2048, 1536, 1200),
+        ("llama-3.1-70b", "dgx-h100:8192", 8192, 8192, 2000),
+    ],
+)
+def test_large_instances_are_closed_by_bounds_and_little_search(
+    model: str, cluster: str, seq_len: int, batch: int, most_placements: int
+) -> None:
+    result = solved(model, cluster, seq_len, batch)
+    assert result.status == "OPTIMAL"
+    assert result.gap is not None
+    assert result.gap < 1e-5
+    placements, closed, deterministic = placements_and_effort(result)
+    assert placements <= most_placements
+    assert closed <= 24
+    assert deterministic < 2.0
+
+
+def test_every_candidate_is_accounted_for() -> None:
+    counts = solved("llama-3.1-70b", "dgx-h100:8", 8192, 512).report["candidates"]
+    rows_left = counts["enumerated"] - counts["pruned_by_memory"] - counts["pruned_by_work_bound"]
+    # Each row left is expanded into its placements, and each of those is pruned or closed.
+    assert counts["placements_expanded"] >= rows_left
+    ways = ("pruned_by_placement_bound", "pruned_by_split_bound", "pruned_by_tie_order", "solved")
+    assert counts["placements_expanded"] == sum(counts.get(way, 0) for way in ways)
+
+
+@pytest.mark.parametrize(("cluster", "batch"), [("dgx-h100:6", 480), ("dgx-h100:12", 480), ("dgx-h100:24", 480), ("dgx-h100:42", 504)])
+def test_node_counts_that_are_no_powers_of_two_work(cluster: str, batch: int) -> None:
+    result = solved("llama-3.1-70b", cluster, 8192, batch)
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.evaluation is not None
+    devices = 8 * int(cluster.split(":")[1])
+    assert result.plan.degrees.devices + result.evaluation.idle_devices == devices
+    assert result.report["idle_devices"] == result.evaluation.idle_devices
+
+
+@pytest.mark.parametrize("devices", [5, 7])
+def test_part_of_a_node_works(devices: int) -> None:
+    result = solved("qwen3-8b", "dgx-h100:1", 4096, 70, (f"devices<={devices}",))
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.plan.degrees.devices == devices
+
+
+def bloom(plan: Plan, layers: tuple[int, ...]) -> Plan:
+    """`plan` with another split and every layer recomputed."""
+    stages = tuple(
+        replace(stage, chunks=(n,), recompute_layers=max(layers)) for stage, n in zip(plan.stages, layers, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+def bloom_against_megatron(limits: tuple[str, ...] = BLOOM) -> tuple[Result, Evaluation]:
+    """The solver's BLOOM plan, and Megatron's split with embedding and loss accounted for as a layer each."""
+    result = solved("bloom-176b", "dgx-a100:48", 2048, 2048, limits)
+    assert result.plan is not None
+    instance = build_instance("bloom-176b", "dgx-a100:48", Training(2048, 2048), limits=limits)
+    return result, evaluate(instance, bloom(result.plan, (5, *[6] * 10, 5)))
+
+
+def test_bloom_takes_layers_off_the_stage_that_holds_the_head() -> None:
+    result, megatron = bloom_against_megatron()
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.evaluation is not None
+    layers = [stage.layers for stage in result.plan.stages]
+    assert sum(layers) == 70
+    assert layers[-1] < min(layers[1:-1])
+    assert megatron.admitted
+    assert result.evaluation.step_time_s < megatron.step_time_s
+    # The faster split pays with memory on its first stage: 6 layers and the embedding instead of 5.
+    assert result.evaluation.peak_memory_bytes > megatron.peak_memory_bytes
+
+
+def test_bloom_moves_off_the_split_that_a_memory_limit_forbids() -> None:
+    free, megatron = bloom_against_megatron()
+    assert free.evaluation is not None
+    between_gb = (free.evaluation.peak_memory_bytes + megatron.peak_memory_bytes) / 2e9
+    tight = solved("bloom-176b", "dgx-a100:48", 2048, 2048, (*BLOOM, f"memory_gb<={between_gb:.2f}"))
+    assert tight.status == "OPTIMAL"
+    assert tight.plan is not None
+    assert free.plan is not None
+    assert tight.plan.stages[0].layers < free.plan.stages[0].layers
+    assert tight.evaluation is not None
+    assert free.evaluation.step_time_s <= tight.evaluation.step_time_s <= megatron.step_time_s
+    assert tight.evaluation.peak_memory_bytes <= between_gb * 1e9
+
+
+@pytest.mark.parametrize("case", [("llama-3.1-70b", "dgx-h100:8", 8192, 512), ("qwen3-8b", "dgx-h100:2", 4096, 64)])
+def test_the_same_plan_with_one_and_two_workers(case: tuple[str, str, int, int]) -> None:
+    one, two = solved(*case), solved(*case, (), 2)
+    assert one.plan == two.plan
+    assert one.value == two.value
+
+
+def test_a_model_that_cannot_fit_is_proven_infeasible_by_memory() -> None:
+    result = solved("llama-3.1-405b", "dgx-h100:1", 8192, 64)
+    assert result.status == "INFEASIBLE"
+    assert "memory" in result.reason[0]
+    assert "85.9 GB usable" in result.reason[0]
+
+
+def test_a_degree_that_no_plan_can_have_is_explained() -> None:
+    result = solved("qwen2.5-14b", "dgx-h100:8", 4096, 64, ("tp=16",))
+    assert result.status == "INFEASIBLE"
+    assert "tp=16 does not divide num_attention_heads=40" in result.reason
+
+
+def test_mixture_of_experts_and_hybrids_solve_with_the_axes_so_far() -> None:
+    for model, cluster in (("qwen3-30b-a3b", "dgx-h100:8"), ("nemotron-h-56b", "dgx-h100:8")):
+        result = solved(model, cluster, 4096, 256)
+        assert result.status == "OPTIMAL", model
+
+
+def test_a_time_limit_returns_a_bound_that_is_not_above_the_optimum() -> None:
+    optimum = solved("llama-3.1-70b", "dgx-h100:8", 8192, 512)
+    assert optimum.value is not None
+    for seconds in (0.05, 0.3, 0.6):
+        result = solve("llama-3.1-70b", "dgx-h100:8", Training(8192, 512), time_limit_s=seconds, workers=1)
+        assert result.status in ("UNKNOWN", "FEASIBLE", "OPTIMAL")
+        if result.bound is not None:
+            assert result.bound <= optimum.value
