@@ -10,8 +10,8 @@
      chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
      memory is taken at one moment of the schedule only, right after the warm-up.
 
-So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. Both are exact
-when nothing is recomputed and every drain ends at stage 0.
+So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. With v > 1 and one
+setting for all stages the value of a split is its step time, once its memory is checked at every moment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODES: Modes = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Split:
-    """`bound` in integer units; the cuts of the relaxed optimum, and per chunk the layers recomputed to fit."""
+    """`bound` in integer units; the cuts, and per stage the recompute mode and block that fit its memory."""
 
     bound: int
     cuts: tuple[int, ...]
@@ -70,20 +70,22 @@ class SplitSearch:
         return out
 
     def best(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> list[Split]:
-        """Relaxed optima, the last one the best: its bound is that of the candidate.
+        """Relaxed splits within `limit` units and memory, so that no plan of the candidate is below the smallest bound.
 
-        Earlier ones are of other recompute modes. Empty when no split both fits memory and has a bound within `limit`
-        units.
+        With v > 1 every split is there, ascending by bound. With v = 1 one of each recompute mode that improves on the
+        modes before it.
         """
         memory = self.tables.memory(candidate.degrees)
-        search = self._single if candidate.degrees.vpp == 1 else self._interleaved
         found: list[Split] = []
         for modes in self.mode_sets:
-            split = search(candidate, time, memory, limit, modes)
-            if split is not None:
-                found.append(split)
-                limit = split.bound - 1
-        return found
+            if candidate.degrees.vpp > 1:
+                found += self._interleaved(candidate, time, memory, limit, modes)
+            else:
+                split = self._single(candidate, time, memory, limit, modes)
+                if split is not None:
+                    found.append(split)
+                    limit = split.bound - 1
+        return sorted(found, key=lambda split: split.bound)
 
     def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
         """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""
@@ -211,27 +213,42 @@ class SplitSearch:
 
     def _interleaved(
         self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
-    ) -> Split | None:
+    ) -> list[Split]:
         """(P2)."""
         d, total = candidate.degrees, self.layers
         p, v = d.pp, d.vpp
         most = self._most_layers(time, limit)
         cuts = even_cuts(total, p, v, most)
+        busy = self.prefix(time.busy)
+        cuts = cuts[(busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit]
         if not len(cuts):
-            return None
+            return []
         sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
         cuts = cuts[sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit]
         if not len(cuts):
-            return None
+            return []
         cuts, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
         if not len(cuts):
-            return None
-        value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra)
-        best = int(np.argmin(value))
-        if value[best] > limit:
-            return None
-        settings = tuple((_MODES[int(a)], int(b)) for a, b in zip(mode[best], block[best], strict=True))
-        return Split(int(value[best]), tuple(int(cut) for cut in cuts[best]), settings)
+            return []
+        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
+        if modes == ("full",):
+            # One block for all stages: the largest that any stage needs, in the passes of fill and drain too.
+            block = np.broadcast_to(block.max(axis=1, keepdims=True), block.shape)
+            until = np.minimum(cuts[:, :-1] + block[:, :1], cuts[:, 1:])
+            again, drain = self.prefix(time.busy_full), self.prefix(time.backward_full)
+            extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
+            value = sums.value(extra, (drain[until] - drain[cuts[:, :-1]])[:, :p])
+        else:
+            value = sums.value(extra)
+        within = np.nonzero(value <= limit)[0]
+        return [
+            Split(
+                int(value[row]),
+                tuple(int(cut) for cut in cuts[row]),
+                tuple((_MODES[int(a)], int(b)) for a, b in zip(mode[row], block[row], strict=True)),
+            )
+            for row in within[np.argsort(value[within], kind="stable")]
+        ]
 
     def _least_extra(self, time: TimeCoefficients, cuts: Ints, p: int, v: int, modes: Modes) -> Ints:
         """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
@@ -329,14 +346,14 @@ class _ChunkSums:
         tail[:, [0, -1]] += int(time.tied)
         return _ChunkSums(time, busy, forward, backward, tail)
 
-    def value(self, extra: Ints) -> Ints:
-        """(T1)-(T5) of each split, with `extra` busy time per stage and no recompute in fill and drain."""
+    def value(self, extra: Ints, drained: Ints | int = 0) -> Ints:
+        """(T1)-(T5) of each split, with `extra` busy time per stage and `drained` more in the first chunk's backward."""
         hops = np.asarray(self.time.hops, dtype=np.int64)
         ends = self.busy + extra
         ends[:, 1:] += np.cumsum(self.forward[:, :-1] + hops, axis=1)
         # E_j is the latest of A_k plus the drain from k to j: shifted by the drain to stage 0, a running maximum.
         drain = np.zeros_like(ends)
-        np.cumsum(self.backward[:, :-1] + hops, axis=1, out=drain[:, 1:])
+        np.cumsum((self.backward + drained)[:, :-1] + hops, axis=1, out=drain[:, 1:])
         ends = np.maximum.accumulate((ends + drain)[:, ::-1], axis=1)[:, ::-1] - drain
         value: Ints = int(self.time.overhead) + (ends + self.tail).max(axis=1)
         return value
@@ -364,26 +381,24 @@ def even_chunks(layers: int, chunks: int, most: int) -> Ints:
 
 
 def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list[Plan]:
-    """Plans with the cuts of `split`: its own recompute settings, or one for all stages where the pack wants that."""
+    """Plans with the cuts of `split`: its own recompute settings, or one for all stages where the pack wants that.
+
+    With one setting for all stages the blocks grow from the largest that a stage needs; with v > 1 no plan of this split
+    and mode is faster than the first of them that is admitted.
+    """
     d = candidate.degrees
     sizes = [b - a for a, b in zip(split.cuts, split.cuts[1:], strict=False)]
     chunks = [tuple(sizes[k :: d.pp]) for k in range(d.pp)]
-    options: list[list[tuple[Recompute, int]]]
-    if not instance.rules.uniform_recompute:
-        options = [list(split.settings)]
-    else:
+    options = [list(split.settings)]
+    if instance.rules.uniform_recompute:
         modes = {mode for mode, _ in split.settings}
-        uniform: list[tuple[Recompute, int]] = []
-        if modes == {"none"}:
-            uniform.append(("none", 0))
-        if "selective" in modes:
-            uniform.append(("selective", 0))
-        if modes & {"selective", "full"} and instance.limits.recompute != "selective":
-            needed = max((block for mode, block in split.settings if mode == "full"), default=1)
+        mode: Recompute = "full" if "full" in modes else "selective" if "selective" in modes else "none"
+        options = [[(mode, 0)] * d.pp]
+        if mode == "full":
             largest = max(sizes)
-            blocks = {largest} if instance.limits.recompute == "full" else {needed, min(needed + 1, largest), largest}
-            uniform += [("full", block) for block in sorted(blocks) if block]
-        options = [[setting] * d.pp for setting in uniform]
+            needed = max(block for _, block in split.settings)
+            first = largest if instance.limits.recompute == "full" else min(needed, largest)
+            options = [[(mode, block)] * d.pp for block in range(max(first, 1), max(largest, 1) + 1)]
     return [
         Plan(
             d,

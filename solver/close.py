@@ -123,18 +123,16 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
 def accept(search: Search, plan: Plan, formulation: Formulation, options: tuple[Option, ...]) -> None:
     """Offer a CP-SAT plan; the independent evaluation must admit it."""
     option = next(o for o in options if o.candidate.degrees == plan.degrees and o.candidate.placement == plan.placement)
-    before = search.incumbent
-    offered = search.offer(plan, option.candidate)
-    if not offered and (before is None or before.plan != plan):
-        known = search.seen.get(option.candidate.tie_key)
-        if known is None:
-            raise RuntimeError("the formulation returned a plan that the evaluation does not admit")
+    if search.offer(plan, option.candidate) is None:
+        raise RuntimeError("the formulation returned a plan that the evaluation does not admit")
 
 
 def settle(search: Search, statistics: Statistics, seed: int) -> None:
     """Replace the incumbent by the first plan in the documented order among those of its candidate and step time."""
     incumbent = search.incumbent
     assert incumbent is not None
+    if search.settle_by_splits():
+        return
     memory = search.tables.memory(incumbent.candidate.degrees)
     option = Option(incumbent.candidate, search.coefficients(incumbent.candidate), memory, 0)
     recomputed, largest = None, None
@@ -181,6 +179,5 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
             largest = round(solver.objective_value)
         else:
             search.incumbent = None
-            if not search.offer(formulation.plan(solver.value), incumbent.candidate):
-                search.incumbent = incumbent
+            if search.offer(formulation.plan(solver.value), incumbent.candidate) is None:
                 raise RuntimeError("the settled plan is not admitted by the evaluation")

@@ -41,6 +41,8 @@ NEAR = 1 + 1e-4
 """Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
 REPORT_EVERY_S = 0.1
 FIRST_TRY = 4
+MOST_SPLITS = 64
+"""Interleaved splits of one candidate that are judged before it is left to CP-SAT."""
 
 
 @dataclass(frozen=True)
@@ -211,30 +213,73 @@ class Search:
     def coefficients(self, candidate: Candidate) -> TimeCoefficients:
         return self.tables.time(candidate.degrees, candidate.placement, candidate.micro_batches).in_units(self.unit_s)
 
-    def offer(self, plan: Plan, candidate: Candidate) -> bool:
-        """Make `plan` the incumbent if it is admitted and better."""
+    def offer(self, plan: Plan, candidate: Candidate) -> int | None:
+        """The units of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
         verdict = judge(self.instance, plan, self.unit_s)
         if not verdict.admitted:
-            return False
+            return None
         key = (verdict.objective_units, candidate.tie_key)
         known = self.seen.get(candidate.tie_key)
         if known is None or verdict.objective_units < known[0]:
             self.seen[candidate.tie_key] = verdict.objective_units, plan
-        if self.incumbent is not None and key >= self.incumbent.key:
-            return False
-        evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
-        self.incumbent = Incumbent(plan, evaluation, candidate, verdict.objective_units)
-        return True
+        if self.incumbent is None or key < self.incumbent.key:
+            evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
+            self.incumbent = Incumbent(plan, evaluation, candidate, verdict.objective_units)
+        return verdict.objective_units
 
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
-        """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans."""
+        """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
+
+        Interleaved splits come in ascending order and with exact step times under one recompute setting, so the first
+        plan that is admitted is the best of the candidate, and its step time the candidate's bound.
+        """
         splits = self.splits.best(candidate, time_units, limit)
-        for split in splits:
-            for plan in plans_to_try(self.instance, candidate, split):
-                self.offer(plan, candidate)
         if not splits:
             return None
-        return Option(candidate, time_units, self.tables.memory(candidate.degrees), splits[-1].bound)
+        exact = candidate.degrees.vpp > 1 and self.instance.rules.uniform_recompute
+        bound = splits[0].bound
+        best: int | None = None
+        for tried, split in enumerate(splits):
+            if exact:
+                bound = split.bound if best is None else min(best, split.bound)
+                if (best is not None and best <= split.bound) or tried >= MOST_SPLITS:
+                    break
+            for plan in plans_to_try(self.instance, candidate, split):
+                units = self.offer(plan, candidate)
+                if units is not None:
+                    best = units if best is None else min(best, units)
+                    break
+        else:
+            if exact:
+                if best is None:
+                    return None
+                bound = best
+        if bound > limit:
+            return None
+        return Option(candidate, time_units, self.tables.memory(candidate.degrees), bound)
+
+    def settle_by_splits(self) -> bool:
+        """The first plan in the documented order, where all splits of the incumbent's candidate are exact and few."""
+        incumbent = self.incumbent
+        assert incumbent is not None
+        candidate = incumbent.candidate
+        if candidate.degrees.vpp == 1 or not self.instance.rules.uniform_recompute:
+            return False
+        splits = self.splits.best(candidate, self.coefficients(candidate), incumbent.units)
+        if len(splits) > MOST_SPLITS:
+            return False
+        equal = [
+            plan
+            for split in splits
+            for plan in plans_to_try(self.instance, candidate, split)
+            if (verdict := judge(self.instance, plan, self.unit_s)).admitted
+            and verdict.objective_units == incumbent.units
+        ]
+        first = min(equal, key=settled_key)
+        self.incumbent = replace(
+            incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s)
+        )
+        return True
 
     def beaten(self, option: Option) -> bool:
         """Whether the option cannot improve on the incumbent, in step time or in tie order."""
@@ -306,6 +351,21 @@ class Search:
     def most_units(self) -> int:
         """Above every step time that still matters: without an incumbent the unit is that of the slowest plan."""
         return 2 ** (RESOLUTION_BITS + 2) if self.incumbent is None else self.incumbent.units
+
+
+def settled_key(plan: Plan) -> tuple[int, int, int, tuple[int, ...]]:
+    """The order of equal plans of one candidate: fewest recomputed layers, smallest setting, smallest largest chunk,
+    most layers in the earliest chunks."""
+    recomputed = setting = 0
+    for stage in plan.stages:
+        if stage.recompute == "full":
+            recomputed += sum(min(stage.recompute_layers, layers) for layers in stage.chunks)
+            setting = max(setting, stage.recompute_layers)
+        elif stage.recompute == "selective":
+            recomputed += stage.layers
+            setting = 1
+    layers = plan.chunk_layers
+    return recomputed, setting, max(layers), tuple(-n for n in layers)
 
 
 def clipped(coefficients: TimeCoefficients, most: int) -> TimeCoefficients:
