@@ -1,1 +1,1 @@
-
+"""The mathematics: cost formulas, candidates, bounds and the CP-SAT formulation."""

@@ -1,1 +1,74 @@
-"""shardwise: proven hybrid-parallel plans for large language models."""
+"""shardwise: proven hybrid-parallel plans for large language models.
+
+Names are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.data.cluster_catalog import load_cluster
+    from shardwise.data.faults import InputError
+    from shardwise.data.instance import Instance
+    from shardwise.data.model_catalog import load_model
+    from shardwise.data.plan import Degrees, Placement, Plan, Stage
+    from shardwise.data.workload import Training
+    from shardwise.solver.evaluate import Evaluation, evaluate
+    from shardwise.solver.many import evaluate_many
+    from shardwise.solver.result import Progress, Result
+    from shardwise.solver.solve import build_instance, solve
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load_cluster": "shardwise.data.cluster_catalog",
+    "InputError": "shardwise.data.faults",
+    "Instance": "shardwise.data.instance",
+    "load_model": "shardwise.data.model_catalog",
+    "Degrees": "shardwise.data.plan",
+    "Placement": "shardwise.data.plan",
+    "Plan": "shardwise.data.plan",
+    "Stage": "shardwise.data.plan",
+    "Training": "shardwise.data.workload",
+    "Evaluation": "shardwise.solver.evaluate",
+    "evaluate": "shardwise.solver.evaluate",
+    "evaluate_many": "shardwise.solver.many",
+    "Progress": "shardwise.solver.result",
+    "Result": "shardwise.solver.result",
+    "build_instance": "shardwise.solver.solve",
+    "solve": "shardwise.solver.solve",
+}
+
+__all__ = [
+    "Degrees",
+    "Evaluation",
+    "InputError",
+    "Instance",
+    "Placement",
+    "Plan",
+    "Progress",
+    "Result",
+    "Stage",
+    "Training",
+    "__version__",
+    "build_instance",
+    "evaluate",
+    "evaluate_many",
+    "load_cluster",
+    "load_model",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,1 @@
-
+"""Solve, evaluate, export, and the command line."""
