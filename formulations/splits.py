@@ -227,19 +227,12 @@ class SplitSearch:
         cuts = cuts[sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit]
         if not len(cuts):
             return []
-        cuts, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
-        if not len(cuts):
-            return []
-        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
-        if modes == ("full",):
-            # One block for all stages: the largest that any stage needs, in the passes of fill and drain too.
-            block = np.broadcast_to(block.max(axis=1, keepdims=True), block.shape)
-            until = np.minimum(cuts[:, :-1] + block[:, :1], cuts[:, 1:])
-            again, drain = self.prefix(time.busy_full), self.prefix(time.backward_full)
-            extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
-            value = sums.value(extra, (drain[until] - drain[cuts[:, :-1]])[:, :p])
+        if modes == ("full",) and self.instance.rules.uniform_recompute:
+            cuts, blocks, value = self._interleaved_block(candidate, memory, time, cuts, limit)
+            mode, block = np.full((len(cuts), p), 2), np.repeat(blocks[:, None], p, axis=1)
         else:
-            value = sums.value(extra)
+            cuts, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
+            value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra)
         within = np.nonzero(value <= limit)[0]
         return [
             Split(
@@ -260,6 +253,61 @@ class SplitSearch:
         extra: Ints = (again[until] - again[start]).reshape(-1, v, p).sum(axis=1)
         return extra
 
+    def _kept_by(
+        self,
+        candidate: Candidate,
+        memory: MemoryCoefficients,
+        stage: int,
+        start: Ints,
+        middle: Ints,
+        end: Ints,
+        mode: str,
+    ) -> Ints:
+        """MiB of activations after the warm-up when each chunk is in `mode` up to `middle` and keeps all after it."""
+        d = candidate.degrees
+        total = np.zeros(len(start), np.int64)
+        for row, count in enumerate(in_flight_after_warm_up(d.pp, d.vpp, candidate.micro_batches, stage)):
+            head, plain = self._kept(memory, count, mode), self._kept(memory, count, "none")
+            total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
+        return total
+
+    def _interleaved_block(
+        self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, limit: int
+    ) -> tuple[Ints, Ints, Ints]:
+        """(P3) with one full-recompute block for all stages: the splits within `limit`, the block and the value of each.
+
+        Stage by stage the block grows until the stage fits; splits whose value with that block is above `limit` are
+        dropped at once, and most are after the first stage.
+        """
+        d = candidate.degrees
+        p, v = d.pp, d.vpp
+        states, again, drain = (self.prefix(c) for c in (memory.state, time.busy_full, time.backward_full))
+        sizes = np.diff(cuts)
+        blocks = np.maximum(sizes.max(axis=1), 1) if self.whole else np.ones(len(cuts), np.int64)
+        value = np.zeros(len(cuts), np.int64)
+        for k in range(p):
+            base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
+            start, end = cuts[:, k:-1:p], cuts[:, k + 1 :: p]
+            spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
+            spare = spare - np.where((end > start).any(axis=1), memory.working, 0)
+            largest = np.diff(cuts).max(axis=1)
+            while True:
+                middle = np.minimum(start + blocks[:, None], end)
+                over = self._kept_by(candidate, memory, k, start, middle, end, "full") > spare
+                grow = over & (blocks < largest)
+                if not grow.any():
+                    break
+                blocks = np.where(grow, blocks + 1, blocks)
+            until = np.minimum(cuts[:, :-1] + blocks[:, None], cuts[:, 1:])
+            extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
+            drained = (drain[until] - drain[cuts[:, :-1]])[:, :p]
+            value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra, drained)
+            alive = ~over & (value <= limit)
+            cuts, blocks, value = cuts[alive], blocks[alive], value[alive]
+            if not len(cuts):
+                break
+        return cuts, blocks, value
+
     def _interleaved_recompute(
         self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, modes: Modes
     ) -> tuple[Ints, Ints, Ints, Ints]:
@@ -271,20 +319,12 @@ class SplitSearch:
         again, selective = self.prefix(time.busy_full), self.prefix(time.busy_selective)
         states = self.prefix(memory.state)
         for k in range(p):
-            vector = in_flight_after_warm_up(p, v, candidate.micro_batches, k)
             start, end = cuts[:, k:-1:p], cuts[:, k + 1 :: p]
             base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
             spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
 
-            def kept(
-                middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, vector: tuple[int, ...] = vector
-            ) -> Ints:
-                """Activations when each chunk is in `mode` up to `middle` and keeps everything after it."""
-                total = np.zeros(len(start), np.int64)
-                for row, count in enumerate(vector):
-                    head, plain = self._kept(memory, count, mode), self._kept(memory, count, "none")
-                    total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
-                return total
+            def kept(middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, k: int = k) -> Ints:
+                return self._kept_by(candidate, memory, k, start, middle, end, mode)
 
             cost = extra[:, k]
             if "none" in modes:

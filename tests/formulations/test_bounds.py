@@ -1,0 +1,163 @@
+"""Admissible bounds never exceed what exhaustive search finds, and the candidates are those of the universe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.formulations.bounds import grid_bounds
+from shardwise.formulations.candidates import Candidate, enumerate_grids
+from shardwise.solver.search import UNLIMITED, Search
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Degrees
+
+if TYPE_CHECKING:
+    from small import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
+else:
+    from tests.solver.small import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
+
+ROUNDING = 1 + 1e-12
+
+
+def candidate_of(corner: Corner) -> Candidate:
+    return Candidate(corner.degrees, corner.placement, corner.micro_batches)
+
+
+def search_of(instance: Instance) -> tuple[Search, list[Judged]]:
+    """A search with a unit, and the admitted plans in that unit."""
+    search = Search(instance, None, None)
+    found = admitted(instance, 1.0)
+    search.choose_unit(min((one.seconds for one in found), default=1.0))
+    return search, admitted(instance, search.unit_s)
+
+
+def least_seconds(found: list[Judged]) -> dict[Degrees, float]:
+    least: dict[Degrees, float] = {}
+    for one in found:
+        degrees = one.plan.degrees
+        least[degrees] = min(least.get(degrees, np.inf), one.seconds)
+    return least
+
+
+@examples(40)
+@given(instances())
+def test_the_candidates_are_those_of_the_universe(instance: Instance) -> None:
+    search = Search(instance, None, None)
+    listed = [
+        Corner(candidate.degrees, candidate.placement, candidate.micro_batches)
+        for grid in enumerate_grids(instance)
+        for row in range(len(grid))
+        for candidate in search.candidates(grid, row)
+    ]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == set(corners(instance))
+
+
+@examples(30)
+@given(instances(), st.floats(0, 1))
+def test_grid_bounds_are_below_the_fastest_plan_of_each_row(instance: Instance, rank: float) -> None:
+    """(B1)-(B6): without an incumbent of every row, with one of every row that can be as fast."""
+    search, found = search_of(instance)
+    least = least_seconds(found)
+    values = sorted(least.values())
+    incumbents = [None, *values[:1], *values[int(rank * (len(values) - 1)) :][:1]]
+    for grid in search.enumerate():
+        rows = {row: least[grid.degrees(row)] for row in range(len(grid)) if grid.degrees(row) in least}
+        for incumbent in incumbents:
+            bounds = grid_bounds(search.best_case, grid, incumbent)
+            for row, seconds in rows.items():
+                assert bounds.fits[row]
+                if incumbent is None or seconds <= incumbent:
+                    assert bounds.lower_s[row] <= seconds
+        for row, seconds in rows.items():
+            own = grid_bounds(search.best_case, grid, seconds)
+            assert own.lower_s[row] <= seconds
+
+
+@examples(30)
+@given(instances(), st.floats(0, 1))
+def test_the_bound_of_a_placement_is_below_its_fastest_plan(instance: Instance, rank: float) -> None:
+    """(B2)-(B4) with the candidate's own placement, for candidates no slower than the incumbent."""
+    search, found = search_of(instance)
+    if not found:
+        return
+    found.sort(key=lambda one: one.seconds)
+    incumbent = found[int(rank * (len(found) - 1))]
+    search.offer(incumbent.plan, candidate_of(incumbent.corner))
+    least: dict[Corner, float] = {}
+    for one in found:
+        if one.seconds <= incumbent.seconds:
+            least.setdefault(one.corner, one.seconds)
+    for corner, seconds in least.items():
+        bound = search.placed_bound_s(candidate_of(corner))
+        assert bound <= seconds * ROUNDING
+        assert search.units_below(bound) <= min(one.units for one in found if one.corner == corner)
+
+
+@examples(40)
+@given(instances())
+def test_the_split_bound_is_below_the_fastest_plan_of_each_candidate(instance: Instance) -> None:
+    """(P1)-(P3): with any limit that a plan of the candidate keeps; no split without a limit means no plan."""
+    search, found = search_of(instance)
+    least: dict[Corner, int] = {}
+    for one in found:
+        least[one.corner] = min(least.get(one.corner, one.units), one.units)
+    for corner, units in least.items():
+        candidate = candidate_of(corner)
+        time_units = search.coefficients(candidate)
+        for limit in (UNLIMITED, units, units + 1000):
+            splits = search.splits.best(candidate, time_units, limit)
+            assert splits
+            assert splits[0].bound <= units
+
+
+@examples(40)
+@given(instances())
+def test_trying_a_candidate_gives_its_optimum_or_a_bound_below(instance: Instance) -> None:
+    """Interleaved splits under one recompute setting are exact while they are few; all others bound from below."""
+    search, found = search_of(instance)
+    least: dict[Corner, int] = {}
+    for one in found:
+        least[one.corner] = min(least.get(one.corner, one.units), one.units)
+    for corner in corners(instance):
+        candidate = candidate_of(corner)
+        option = search.try_candidate(candidate, search.coefficients(candidate), UNLIMITED)
+        if corner not in least:
+            exact = corner.degrees.vpp > 1 and instance.rules.uniform_recompute
+            assert option is None or not exact
+            continue
+        assert option is not None
+        assert option.bound <= least[corner]
+        if corner.degrees.vpp > 1 and instance.rules.uniform_recompute:
+            assert option.bound == least[corner]
+
+
+@examples(15)
+@given(instances())
+def test_integer_and_float_step_times_differ_by_the_stated_rounding(instance: Instance) -> None:
+    search, found = search_of(instance)
+    for one in found:
+        assert abs(one.units * search.unit_s - one.seconds) <= search.rounding_units * search.unit_s
+
+
+def test_the_memory_bound_keeps_a_row_at_exactly_its_least_need_and_drops_it_below() -> None:
+    """(B1): one stage, everything recomputed, nothing to spare."""
+    limits = ("tp=1", "pp=1", "dp=1", "micro_batch=1", "zero=1", "recompute=full")
+    roomy = instance_of(llama(), (1,), limits=limits)
+    search = Search(roomy, None, None)
+    (grid,) = enumerate_grids(roomy)
+    assert list(grid_bounds(search.best_case, grid, None).fits) == [True]
+    need = 0.0
+    for capacity in range(1, 40_000):
+        tight = instance_of(llama(), (1,), limits=limits, memory_bytes=capacity * 2**20)
+        search = Search(tight, None, None)
+        (grid,) = enumerate_grids(tight)
+        if grid_bounds(search.best_case, grid, None).fits[0]:
+            need = capacity
+            break
+    assert need
