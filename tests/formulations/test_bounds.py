@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Degrees
 
 if TYPE_CHECKING:
-    from small import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
+    from universe import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
 else:
-    from tests.solver.small import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
+    from tests.solver.universe import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
 
 ROUNDING = 1 + 1e-12
 

@@ -1,0 +1,550 @@
+"""Small instances, and every plan of their universe, enumerated from its definition by code of its own.
+
+The universe as documented in DESIGN.md section 2 and docs/rules.md: all degrees, micro-batches up to 32, up to 16 chunks
+a stage, contiguous splits (with several chunks a stage even ones, the first and the last free), recompute settings (one
+for all stages, or one for each), and placements. A placement is how each degree factors over the levels of the cluster.
+Nothing here comes from `formulations` or from the search: plans are judged by `evaluate` and by nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from shardwise.data.cluster import Accelerator, Cluster, Domain, Link
+from shardwise.data.faults import InputError
+from shardwise.data.instance import Instance
+from shardwise.data.limits import parse_limits
+from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, Tensor
+from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
+from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
+from shardwise.data.profile import load_profile
+from shardwise.data.rules import load_rules
+from shardwise.data.workload import Training
+from shardwise.solver.evaluate import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.data.plan import RankOrder
+    from shardwise.data.profile import Profile
+
+THOROUGH = bool(os.environ.get("SHARDWISE_THOROUGH"))
+MOST_PLANS = 20_000 if THOROUGH else 1_500
+MIB = 2**20
+MANY_BYTES = 2**45
+
+Splits = list[tuple[int, ...]]
+Settings = tuple[tuple[Recompute, int], ...]
+
+
+def examples(few: int) -> settings:
+    """Profile of a property test: `few` examples, forty times as many with SHARDWISE_THOROUGH=1."""
+    return settings(
+        max_examples=few * 40 if THOROUGH else few,
+        deadline=None,
+        derandomize=not THOROUGH,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
+
+
+# -- instances ---------------------------------------------------------------------------------------------------------
+
+
+def accelerator(memory_bytes: int = MANY_BYTES) -> Accelerator:
+    return Accelerator("toy", "none", memory_bytes, 3e12, {"bf16": 1e15, "fp16": 1e15, "fp8": 2e15})
+
+
+def llama(layers: int = 2, hidden: int = 1024, vocab: int = 32000, *, tied: bool = False) -> Model:
+    """A dense model: attention heads of 128, half as many key/value heads, a gated MLP of 4 h."""
+    return model_of([dense(hidden)] * layers, hidden, vocab, tied=tied)
+
+
+def dense(hidden: int, *, kv_heads: int | None = None, width: int = 4, head_dim: int = 128) -> LayerKind:
+    heads = hidden // head_dim
+    kv = max(heads // 2, 1) if kv_heads is None else min(kv_heads, heads)
+    return layer(hidden, attention(hidden, heads, kv, head_dim), mlp(hidden, width * hidden, gated=True))
+
+
+def model_of(layers: list[LayerKind], hidden: int, vocab: int, *, tied: bool) -> Model:
+    head = (Tensor("norm.weight", (hidden,)),)
+    if not tied:
+        head += (Tensor("lm_head.weight", (vocab, hidden), "vocab"),)
+    embedding = (Tensor("embed_tokens.weight", (vocab, hidden), "vocab"),)
+    return Model("small", "small", hidden, vocab, tied, tuple(layers), embedding, head)
+
+
+NVLINK = Link("nvlink", "nvlink", 450e9, 3e-7)
+PCIE = Link("pcie", "pcie", 32e9, 1e-6)
+INFINIBAND = Link("infiniband", "infiniband", 50e9, 2e-6)
+ETHERNET = Link("ethernet", "roce", 12.5e9, 4e-6, 2.0)
+
+
+def node(devices: int, link: Link = NVLINK, device: Accelerator | None = None) -> Domain:
+    return Domain(f"node-{devices}", "node", link, device or accelerator(), devices)
+
+
+def cluster_of(sizes: tuple[Any, ...], links: tuple[Link, ...], device: Accelerator | None = None) -> Cluster:
+    """The cluster of nested sizes: `(4,)` is one node, `(4, 3)` two nodes, `((4, 3), (2,))` three nodes in two racks."""
+    depth = len(links)
+
+    def domain(size: Any, level: int, name: str) -> Domain:
+        if level == 0:
+            return Domain(name, "node", links[0], device or accelerator(), size)
+        children = tuple(domain(child, level - 1, f"{name}.{i}") for i, child in enumerate(size))
+        return Domain(name, ("rack", "site")[level - 1], links[level], children=children)
+
+    return Cluster("small", domain(sizes if depth > 1 else sizes[0], depth - 1, "root"))
+
+
+def instance_of(
+    model: Model | None = None,
+    sizes: tuple[Any, ...] = (4,),
+    links: tuple[Link, ...] = (NVLINK,),
+    *,
+    rules: str = "megatron-core",
+    limits: tuple[str, ...] = (),
+    workload: Training | None = None,
+    profile: Profile | None = None,
+    memory_bytes: int = MANY_BYTES,
+) -> Instance:
+    return Instance(
+        model or llama(),
+        cluster_of(sizes, links, accelerator(memory_bytes)),
+        workload or Training(1024, 8),
+        load_rules(rules),
+        profile or load_profile("megatron-core"),
+        parse_limits(limits),
+    )
+
+
+@st.composite
+def kinds(draw: st.DrawFn, hidden: int) -> LayerKind:
+    """A layer kind; small heads and few of them, so that some tensor-parallel degrees do not divide."""
+    head_dim = draw(st.sampled_from((64, 128)))
+    heads = hidden // head_dim
+    kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if heads % n == 0]))
+    window = draw(st.sampled_from((None, 256)))
+    mixer = attention(hidden, heads, kv_heads, head_dim, window=window)
+    width = draw(st.sampled_from((1, 3, 4, 8))) * hidden
+    gated = draw(st.booleans())
+    name = draw(st.sampled_from(KIND_NAMES))
+    if name == "dense":
+        return layer(hidden, mixer, mlp(hidden, width, gated=gated), label=f"-{width}-{gated}")
+    if name == "mlp":
+        return layer(hidden, None, mlp(hidden, width, gated=gated))
+    if name == "attention":
+        return layer(hidden, mixer, None)
+    if name == "moe":
+        experts = draw(st.sampled_from((4, 8, 16)))
+        shared = draw(st.sampled_from((0, hidden)))
+        return layer(hidden, mixer, moe(hidden, experts, 2, hidden, gated=gated, shared_intermediate=shared))
+    if name == "mamba":
+        part = Mamba(2, 2 * hidden, 128, 4, groups=draw(st.sampled_from((1, 2, 8))), heads=2 * hidden // 64)
+        return layer(hidden, mamba2(hidden, part), None)
+    return LayerKind("identity", None, None, (Tensor("norm.weight", (hidden,)),))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    hidden = draw(st.sampled_from((512, 768, 1024, 2048, 4096)))
+    vocab = draw(st.sampled_from((1000, 32000, 50257, 128256)))
+    pool = draw(st.lists(kinds(hidden), min_size=1, max_size=3))
+    order = draw(st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=6))
+    return model_of([pool[i] for i in order], hidden, vocab, tied=draw(st.booleans()))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[Link, ...]]:
+    """Nested sizes and the link of each level: one to three levels, equal or unequal members, at most 16 devices."""
+    sizes = draw(
+        st.sampled_from(
+            (
+                (1,), (2,), (3,), (4,), (6,), (8,),
+                (2, 2), (4, 4), (4, 2), (3, 3), (2, 2, 2), (4, 3, 1), (8, 8), (1, 1, 1, 1), (4, 4, 4, 4), (6, 2),
+                ((2, 2), (2, 2)), ((4, 2), (2, 1)), ((2, 2, 2), (2, 2)), ((4, 4), (4, 4)), ((1, 1), (1, 1), (1, 1)),
+            )
+        )
+    )  # fmt: skip
+    depth = 3 if isinstance(sizes[0], tuple) else 1 if len(sizes) == 1 else 2
+    inner = draw(st.sampled_from((NVLINK, PCIE)))
+    outer = draw(st.sampled_from(((INFINIBAND, ETHERNET), (ETHERNET, INFINIBAND), (INFINIBAND, INFINIBAND))))
+    return sizes, (inner, *outer)[:depth]
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """The constants of Megatron-Core, or extreme ones within their meaning."""
+    base = load_profile("megatron-core")
+    if draw(st.booleans()):
+        return base
+    share = st.sampled_from((0.0, 0.3, 1.0))
+    return replace(
+        base,
+        tp_comm_exposed=draw(share),
+        dp_comm_floor=draw(share),
+        dp_comm_overlap=draw(share),
+        p2p_exposed=draw(share),
+        p2p_exposed_interleaved=draw(share),
+        layer_overhead_s=draw(st.sampled_from((0.0, 4e-5))),
+        step_overhead_s=draw(st.sampled_from((0.0, 0.02))),
+        recompute_overlap=draw(share),
+        memory_reserve_bytes=draw(st.sampled_from((0.0, 1e9))),
+        memory_fragmentation=draw(st.sampled_from((0.0, 0.05, 0.3))),
+    )
+
+
+KIND_NAMES = ("dense", "dense", "mlp", "attention", "moe", "mamba")
+"""Without "identity": full recompute keeps more than it saves there, and splits.py takes savings to grow with layers."""
+LIMITS = (
+    "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
+    "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
+    "recompute=none", "recompute=selective", "recompute=full", "recompute=full",
+)  # fmt: skip
+SHRINKING = (
+    "vpp<=3", "micro_batch<=2", "zero=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3",
+    "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
+)  # fmt: skip
+DEEP = ("tp<=2", "micro_batch<=2", "sequence_parallel=0", "zero=1", "pp>=2", "dp<=2", "vpp>=2", "vpp<=2", "pp>=3", "tp=1")
+"""Limits that hold a universe to its size, in this order or a drawn one until it is small enough; `DEEP` keep pipelines."""
+
+
+@st.composite
+def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
+    """An instance of at most `most` plans; its memory limit is drawn from what its own plans need."""
+    sizes, links = draw(clusters())
+    batch = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 64)))
+    workload = Training(
+        draw(st.sampled_from((512, 1000, 2048, 4096))),
+        batch,
+        precision=draw(st.sampled_from(("bf16", "bf16", "fp8"))),
+        optimizer=draw(st.sampled_from(("adamw", "sgd"))),
+        attention=draw(st.sampled_from(("flash", "unfused"))),
+    )
+    rules, model, profile = draw(st.sampled_from(("megatron-core", "free"))), draw(models()), draw(profiles())
+    if any(kind.mixer is None and kind.ffn is None for kind in model.kinds):
+        # Without host time an identity layer takes no time, and (B3) divides by the time of the fastest layer.
+        profile = replace(profile, layer_overhead_s=4e-5)
+    limits = draw(st.lists(st.sampled_from(LIMITS), max_size=2, unique=True))
+    order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
+
+    def build(limits: list[str], memory_bytes: int) -> Instance:
+        return instance_of(
+            model, sizes, links, rules=rules, limits=tuple(limits), workload=workload, profile=profile,
+            memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+    limits = _consistent(limits)
+    instance = build(limits, MANY_BYTES)
+    for limit in order:
+        if count_plans(instance, most) <= most:
+            break
+        limits = _consistent([*limits, limit])
+        instance = build(limits, MANY_BYTES)
+    rank = draw(st.sampled_from((None, None, 0.0, 0.02, 0.1, 0.3, 0.6)))
+    if rank is None:
+        return instance
+    needed = sorted(max(evaluate(instance, plan).memory_mib) for plan in _sample(instance, 120))
+    if not needed:
+        return instance
+    # One MiB less than a plan needs, or exactly that.
+    memory_mib = max(needed[int(rank * (len(needed) - 1))] - draw(st.integers(0, 1)), 1)
+    if draw(st.booleans()):
+        return build(limits, memory_mib * MIB + draw(st.sampled_from((0, MIB - 1))))
+    return build([*limits, f"memory_gb<={(memory_mib + 0.5) * MIB / 1e9:.9f}"], MANY_BYTES)
+
+
+def _consistent(limits: list[str]) -> list[str]:
+    """`limits` without those that contradict earlier ones."""
+    out: list[str] = []
+    for limit in limits:
+        try:
+            parse_limits([*out, limit])
+        except InputError:
+            continue
+        out.append(limit)
+    return out
+
+
+def _sample(instance: Instance, most: int) -> list[Plan]:
+    every = list(itertools.islice(plans(instance), 4000))
+    return every[:: max(len(every) // most, 1)]
+
+
+# -- the universe ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corner:
+    """Degrees with a placement: all that a plan is besides its stages."""
+
+    degrees: Degrees
+    placement: Placement
+    micro_batches: int
+
+    def plans(self, instance: Instance) -> Iterator[Plan]:
+        d = self.degrees
+        for chunks in splits(len(instance.model.layers), d.pp, d.vpp):
+            stages = [chunks[k :: d.pp] for k in range(d.pp)]
+            for setting in recompute_settings(instance, stages):
+                yield Plan(
+                    d,
+                    tuple(Stage(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
+                    self.placement,
+                    self.micro_batches,
+                )
+
+
+def plans(instance: Instance) -> Iterator[Plan]:
+    """Every plan within the rules and limits, whether or not it fits the memory."""
+    for corner in corners(instance):
+        yield from corner.plans(instance)
+
+
+def count_plans(instance: Instance, enough: int) -> int:
+    """How many plans there are, or some number above `enough`."""
+    total = 0
+    per_shape: dict[tuple[int, int], int] = {}
+    for corner in corners(instance):
+        d = corner.degrees
+        if (d.pp, d.vpp) not in per_shape:
+            per_shape[d.pp, d.vpp] = sum(
+                _count_settings(instance, [chunks[k :: d.pp] for k in range(d.pp)])
+                for chunks in splits(len(instance.model.layers), d.pp, d.vpp)
+            )
+        total += per_shape[d.pp, d.vpp]
+        if total > enough:
+            break
+    return total
+
+
+def corners(instance: Instance) -> Iterator[Corner]:
+    """Every tuple of degrees within the rules and limits, with every placement."""
+    for degrees, micro_batches in legal_degrees(instance):
+        for placement in placements(instance, degrees):
+            yield Corner(degrees, placement, micro_batches)
+
+
+def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
+    devices, batch, layers = device_count(instance.cluster.root), instance.workload.global_batch, len(instance.model.layers)
+    sizes = range(1, devices + 1)
+    for tp, pp, dp in itertools.product(sizes, sizes, sizes):
+        if tp * pp * dp > devices or not divides(instance, tp):
+            continue
+        for vpp, micro_batch in itertools.product(range(1, 17), range(1, 33)):
+            if batch % (micro_batch * dp) or not splits(layers, pp, vpp):
+                continue
+            micro_batches = batch // (micro_batch * dp)
+            if vpp > 1 and (pp == 1 or micro_batches % pp):
+                continue
+            for zero, sp in itertools.product((0, 1), (False, True)):
+                if sp and (tp == 1 or instance.workload.seq_len % tp):
+                    continue
+                degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp)
+                if within_limits(instance, degrees):
+                    yield degrees, micro_batches
+
+
+def within_limits(instance: Instance, degrees: Degrees) -> bool:
+    values = {name: int(getattr(degrees, name)) for name in instance.limits.ranges}
+    return all(low_high.low <= values[name] <= low_high.high for name, low_high in instance.limits.ranges.items())
+
+
+def divides(instance: Instance, tp: int) -> bool:
+    """The rows of docs/rules.md on what tensor parallelism divides."""
+    for kind in instance.model.layers:
+        mixer, ffn = kind.mixer, kind.ffn
+        sizes = []
+        if isinstance(mixer, Attention):
+            sizes.append(mixer.heads)
+            if mixer.kv_heads % tp != 0 and tp % mixer.kv_heads != 0:
+                return False
+        if isinstance(mixer, Mamba):
+            sizes += [mixer.inner] if mixer.heads is None else [mixer.inner, mixer.heads, mixer.groups]
+        if isinstance(ffn, Mlp | Moe):
+            sizes.append(ffn.intermediate)
+        if isinstance(ffn, Moe):
+            sizes.append(ffn.shared_intermediate)
+        if any(size % tp for size in sizes):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def splits(layers: int, pp: int, vpp: int) -> Splits:
+    """Layers of each chunk in network order, for every split that is allowed."""
+    chunks = pp * vpp
+    if chunks == 1:
+        return [(layers,)]
+    out: Splits = []
+    for first in range(layers + 1):
+        for last in range(layers + 1 - first):
+            rest = layers - first - last
+            if vpp == 1:
+                middles: Iterator[tuple[int, ...]] = _positive(rest, chunks - 2)
+            else:
+                base, larger = divmod(rest, chunks - 2) if chunks > 2 else (0, 0)
+                middles = iter([(base + 1,) * larger + (base,) * (chunks - 2 - larger)] if base else [])
+            out += [(first, *middle, last) for middle in middles]
+    return out
+
+
+def _positive(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as `parts` positive numbers."""
+    if parts == 0:
+        if total == 0:
+            yield ()
+        return
+    for first in range(1, total + 1):
+        for rest in _positive(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def recompute_settings(instance: Instance, stages: list[tuple[int, ...]]) -> Iterator[Settings]:
+    """One setting for all stages or one for each; a block larger than the largest chunk is the same plan again."""
+    if instance.rules.name == "megatron-core":
+        for setting in _settings(instance, max(max(chunks) for chunks in stages)):
+            yield (setting,) * len(stages)
+    else:
+        yield from itertools.product(*(_settings(instance, max(chunks)) for chunks in stages))
+
+
+def _settings(instance: Instance, largest: int) -> list[tuple[Recompute, int]]:
+    """Block sizes up to the largest chunk; with recompute=full as a limit every layer must be repeated."""
+    wanted = instance.limits.recompute
+    least = max(largest, 1) if wanted == "full" else 1
+    every: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0)]
+    every += [("full", block) for block in range(least, max(largest, 1) + 1)]
+    return [(mode, block) for mode, block in every if wanted in (None, mode)]
+
+
+def _count_settings(instance: Instance, stages: list[tuple[int, ...]]) -> int:
+    if instance.rules.name == "megatron-core":
+        return len(_settings(instance, max(max(chunks) for chunks in stages)))
+    return prod(len(_settings(instance, max(chunks))) for chunks in stages)
+
+
+# -- placements --------------------------------------------------------------------------------------------------------
+
+
+def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
+    """Every way of factoring the degrees over the levels that exists on the cluster and that the pack reaches."""
+    depth = _depth(instance.cluster.root) + 1
+    out = []
+    for tp, pp, dp in itertools.product(*(_factorings(n, depth) for n in (degrees.tp, degrees.pp, degrees.dp))):
+        blocks = tuple(a * b * c for a, b, c in zip(tp, pp, dp, strict=True))
+        if not holds(instance.cluster.root, blocks):
+            continue
+        orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
+        if instance.rules.name == "megatron-core":
+            both: tuple[RankOrder, ...] = ("tp-dp-pp", "tp-pp-dp")
+            orders = tuple(order for order in both if reached(tp, pp, dp, order))
+        if orders:
+            out.append(Placement(tp, pp, dp, orders[0]))
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _factorings(degree: int, depth: int) -> list[tuple[int, ...]]:
+    return [f for f in itertools.product(range(1, degree + 1), repeat=depth) if prod(f) == degree]
+
+
+def holds(domain: Domain, blocks: tuple[int, ...]) -> bool:
+    """Whether `domain` has `blocks[-1]` members that each hold the blocks below it."""
+    if not domain.children:
+        return domain.devices >= blocks[0]
+    return sum(holds(child, blocks[:-1]) for child in domain.children) >= blocks[-1]
+
+
+@lru_cache(maxsize=65536)
+def reached(tp: tuple[int, ...], pp: tuple[int, ...], dp: tuple[int, ...], order: str) -> bool:
+    """Whether ranks numbered along the devices come to lie where the placement says.
+
+    Rank r takes device r of the blocks used, counted from the innermost level. The placement says which ranks share a
+    member of each level: those with the same digits of tp, pp and dp there. Both must group the ranks alike.
+    """
+    factors = {"tp": tp, "pp": pp, "dp": dp}
+    blocks = tuple(a * b * c for a, b, c in zip(tp, pp, dp, strict=True))
+    for level in range(len(blocks)):
+        partner: dict[int, tuple[int, ...]] = {}
+        for rank in range(prod(blocks)):
+            by_device = rank // prod(blocks[:level]) % blocks[level]
+            left, by_axis = rank, []
+            for axis in order.split("-"):
+                own = factors[axis]
+                left, index = divmod(left, prod(own))
+                by_axis.append(index // prod(own[:level]) % own[level])
+            if partner.setdefault(by_device, tuple(by_axis)) != tuple(by_axis):
+                return False
+    return True
+
+
+def _depth(domain: Domain) -> int:
+    return 1 + _depth(domain.children[0]) if domain.children else 0
+
+
+def device_count(domain: Domain) -> int:
+    return domain.devices if not domain.children else sum(device_count(child) for child in domain.children)
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An admitted plan with what `evaluate` says about it."""
+
+    plan: Plan
+    evaluation: Evaluation
+
+    @property
+    def corner(self) -> Corner:
+        return Corner(self.plan.degrees, self.plan.placement, self.plan.micro_batches)
+
+    @property
+    def units(self) -> int:
+        return cast("int", self.evaluation.objective_units)
+
+    @property
+    def seconds(self) -> float:
+        return self.evaluation.step_time_s
+
+
+def admitted(instance: Instance, unit_s: float) -> list[Judged]:
+    """Every admitted plan of the universe."""
+    judged = (Judged(plan, evaluate(instance, plan, unit_s=unit_s)) for plan in plans(instance))
+    return [one for one in judged if one.evaluation.admitted]
+
+
+def documented_order(plan: Plan) -> tuple[object, ...]:
+    """The order among equal optima: `Candidate.tie_key`, then that of solver/close.py, in their words."""
+    d, place = plan.degrees, plan.placement
+    packing = [-place.factors(axis)[level] for level in range(len(place.tp)) for axis in ("tp", "dp", "pp")]
+    recomputed, size_of_settings, per_stage = 0, 0, []
+    for stage in plan.stages:
+        if stage.recompute == "full":
+            recomputed += sum(min(stage.recompute_layers, n) for n in stage.chunks)
+        elif stage.recompute == "selective":
+            recomputed += stage.layers
+        selective = int(stage.recompute == "selective")
+        per_stage.append((stage.recompute_layers, selective))
+        size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
+    return (
+        tuple([d.devices, d.pp, d.tp, d.vpp, d.micro_batch, -d.zero, -int(d.sequence_parallel)]),
+        tuple(-block for block in place.blocks),
+        tuple(packing),
+        place.rank_order == "tp-pp-dp",
+        recomputed,
+        size_of_settings,
+        max(plan.chunk_layers),
+        tuple(-n for n in plan.chunk_layers),
+        tuple(block for block, _ in per_stage),
+        tuple(selective for _, selective in per_stage),
+    )
