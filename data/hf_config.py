@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.config_fields import Fields
@@ -26,7 +27,8 @@ def read_hf_config(path: Path) -> Model:
     InputError
         When the file cannot be read, is not JSON, or has fields that are missing or break a rule; all are named.
     """
-    file = path / "config.json" if path.is_dir() else path
+    # os.path.isdir, unlike Path.is_dir, is false for a name that is too long to be a path.
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"model {file}: the file is larger than {MAX_FILE_BYTES} bytes")
@@ -60,6 +62,9 @@ def model_from_config(raw: Any, name: str, *, source: str = "") -> Model:
     fields.assumed = assumed
     vocab = fields.integer("vocab_size")
     positions = fields.optional("max_position_embeddings", "n_positions")
+    # Families stop at the first group of faults; these two are read late, so they are checked here too.
+    fields.flag("tie_word_embeddings", default=False)
+    fields.integer("num_nextn_predict_layers", "num_mtp_modules", default=0, least=0, most=64)
     try:
         build = family(fields)
         fields.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import os.path
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -126,7 +127,7 @@ def load_model(name: str) -> Model:
         When there is no such model, with close names, or when its file is at fault.
     """
     path = Path(name)
-    if name.endswith(".json") or (path.is_dir() and (path / "config.json").exists()):
+    if name.endswith(".json") or os.path.isfile(path / "config.json"):
         return read_hf_config(path)
     plain = _plain(name)
     row = _names().get(plain)

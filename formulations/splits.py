@@ -220,7 +220,9 @@ class SplitSearch:
         most = self._most_layers(time, limit)
         cuts = even_cuts(total, p, v, most)
         busy = self.prefix(time.busy)
-        cuts = cuts[(busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit]
+        cuts = cuts[
+            (busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit
+        ]
         if not len(cuts):
             return []
         sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
@@ -312,8 +314,7 @@ class SplitSearch:
         self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, modes: Modes
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """(P3) for several chunks a stage: the splits that fit, and extra busy time, mode index and block by stage."""
-        d = candidate.degrees
-        p, v = d.pp, d.vpp
+        p = candidate.degrees.pp
         shape = (len(cuts), p)
         extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         again, selective = self.prefix(time.busy_full), self.prefix(time.busy_selective)

@@ -26,7 +26,12 @@ def models(name: str | None) -> Rows:
     """All models, or the parts of one."""
     if name is None:
         return [
-            {"name": entry.slug, "family": entry.family, "stated size B": _billions(entry.stated_params), "source": entry.source}
+            {
+                "name": entry.slug,
+                "family": entry.family,
+                "stated size B": _billions(entry.stated_params),
+                "source": entry.source,
+            }
             for entry in catalog_models()
         ]
     model = load_model(name)
@@ -54,7 +59,7 @@ def accelerators(name: str | None) -> Rows:
     """All accelerators, or the facts of one with their sources."""
     if name is None:
         return [{"name": entry} for entry in list_accelerators()]
-    return [asdict(fact) for fact in accelerator_facts(name)]
+    return [fact._asdict() for fact in accelerator_facts(name)]
 
 
 def clusters(name: str | None) -> Rows:
@@ -63,7 +68,7 @@ def clusters(name: str | None) -> Rows:
         return [{"name": entry} for entry in list_clusters()]
     family = name.split(":")[0]
     cluster = load_cluster(name)
-    rows = [asdict(fact) for fact in cluster_facts(family)]
+    rows = [fact._asdict() for fact in cluster_facts(family)]
     return [{"name": "devices", "value": cluster.device_count, "source": "", "confidence": ""}, *rows]
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,10 +17,15 @@ from rich.table import Table
 
 from shardwise.data.faults import InputError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 DONE, NO, BAD_INPUT, UNKNOWN = 0, 1, 2, 3
 MAX_PLAN_BYTES = 64_000_000
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Proven hybrid-parallel plans for large language models.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Proven hybrid-parallel plans for large language models."
+)
 plan_app = typer.Typer(no_args_is_help=True, help="Find the best plan and prove how good it is.")
 app.add_typer(plan_app, name="plan")
 
@@ -29,8 +33,12 @@ out = Console()
 err = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
-ClusterArgument = Annotated[str, typer.Argument(metavar="CLUSTER", help="name[:nodes] of the catalogue, or a TOML file.")]
-JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON (- for stdout).")]
+ClusterArgument = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="name[:nodes] of the catalogue, or a TOML file.")
+]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON (- for stdout).")
+]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens per sequence.")]
 BatchOption = Annotated[int, typer.Option("--global-batch", help="Sequences per step.")]
@@ -39,7 +47,9 @@ OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.
 AttentionOption = Annotated[str, typer.Option("--attention", help="flash or unfused.")]
 RulesOption = Annotated[str, typer.Option("--rules", help="Rule pack: megatron-core or free.")]
 ProfileOption = Annotated[str, typer.Option("--profile", help="Software constants: a name, or a TOML file.")]
-LimitOption = Annotated[list[str] | None, typer.Option("--limit", help='Such as "pp<=8" or "memory_gb<=70". Repeat it.')]
+LimitOption = Annotated[
+    list[str] | None, typer.Option("--limit", help='Such as "pp<=8" or "memory_gb<=70". Repeat it.')
+]
 FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")]
 
 
@@ -352,7 +362,9 @@ def catalog_command(
         raise InputError(f"catalog {what!r} is unknown; known are {', '.join(catalog.SECTIONS)}")
     rows = catalog.SECTIONS[what](name)
     write_json(rows, json_path)
-    table = Table(*rows[0])
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
     show(json_path).print(table)

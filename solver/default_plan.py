@@ -40,9 +40,13 @@ def plan_from_degrees(
     chunks = list(stages) if stages is not None else even_split(len(instance.model.layers), degrees.virtual_stages)
     faults = []
     if len(chunks) != degrees.virtual_stages:
-        faults.append(f"stages: {len(chunks)} numbers given, pp={degrees.pp} x vpp={degrees.vpp} asks for one per chunk")
+        faults.append(
+            f"stages: {len(chunks)} numbers given, pp={degrees.pp} x vpp={degrees.vpp} asks for one per chunk"
+        )
     if sum(chunks) != len(instance.model.layers) or min(chunks, default=0) < 0:
-        faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {len(instance.model.layers)} layers")
+        faults.append(
+            f"stages={','.join(map(str, chunks))} must add up to the model's {len(instance.model.layers)} layers"
+        )
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
     if faults:

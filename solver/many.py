@@ -61,9 +61,7 @@ def _evaluate_row(row: dict[Any, Any], instances: dict[tuple[Any, ...], Instance
             sequence_parallel=bool(given.get("sequence_parallel", False)),
         )
         layers = _whole(given, "recompute_layers") if given.get("recompute_layers") else None
-        plan = plan_from_degrees(
-            instance, degrees, recompute=given.get("recompute", "none"), recompute_layers=layers
-        )
+        plan = plan_from_degrees(instance, degrees, recompute=given.get("recompute", "none"), recompute_layers=layers)
         result = evaluate(instance, plan)
     except InputError as error:
         return {"reason": "; ".join(error.faults)}

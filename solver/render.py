@@ -95,7 +95,8 @@ def _stages(plan: Plan, evaluation: Evaluation) -> Table:
     """Runs of equal stages in one row."""
     table = Table("stage", "layers", "chunks", "recompute", "memory GB", title="stages", title_justify="left")
     keyed = [
-        (stage.layers, stage.chunks, f"{stage.recompute} {stage.recompute_layers or ''}".strip()) for stage in plan.stages
+        (stage.layers, stage.chunks, f"{stage.recompute} {stage.recompute_layers or ''}".strip())
+        for stage in plan.stages
     ]
     start = 0
     for (layers, chunks, recompute), run in groupby(keyed):

@@ -276,9 +276,7 @@ class Search:
             and verdict.objective_units == incumbent.units
         ]
         first = min(equal, key=settled_key)
-        self.incumbent = replace(
-            incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s)
-        )
+        self.incumbent = replace(incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s))
         return True
 
     def beaten(self, option: Option) -> bool:

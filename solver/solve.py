@@ -13,7 +13,6 @@ from shardwise.data.cluster import Cluster
 from shardwise.data.cluster_catalog import load_cluster
 from shardwise.data.faults import InputError
 from shardwise.data.instance import Instance
-from shardwise.data.instance_document import instance_document
 from shardwise.data.limits import parse_limits
 from shardwise.data.model import Model
 from shardwise.data.model_catalog import load_model
@@ -189,6 +188,8 @@ def _result(
         return Result(status, "step-time", "s", None, None, None, None, reason, report=report)  # type: ignore[arg-type]
     bound = _bound_s(search, closed)
     search.report("OPTIMAL" if closed else "FEASIBLE", bound, 0 if closed else len(search.open), force=True)
+    from shardwise.data.instance_document import instance_document  # reads pydantic, which start-up can do without
+
     document = incumbent.evaluation.to_dict()
     plan = replace(incumbent.plan, instance=instance_document(instance), evaluation=document)
     report["idle_devices"] = incumbent.evaluation.idle_devices

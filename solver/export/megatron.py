@@ -8,7 +8,7 @@ ModelParallelConfig and TransformerConfig. Stages go into `--pipeline-model-para
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
@@ -45,7 +45,9 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
     InputError
         When the model has layers that the flags cannot describe.
     """
-    return _parallel_flags(plan) + _stage_flags(instance.model, plan) + _run_flags(instance, plan) + _shape_flags(instance)
+    return (
+        _parallel_flags(plan) + _stage_flags(instance.model, plan) + _run_flags(instance, plan) + _shape_flags(instance)
+    )
 
 
 def _parallel_flags(plan: Plan) -> list[str]:
@@ -117,7 +119,7 @@ def hybrid_pattern(model: Model, plan: Plan) -> str:
     """One letter per layer with `|` between stages."""
     letters = [_letter(kind) for kind in model.layers]
     cuts = plan.cuts
-    return "|".join("".join(letters[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    return "|".join("".join(letters[a:b]) for a, b in pairwise(cuts))
 
 
 def _letter(kind: LayerKind) -> str:
@@ -156,14 +158,8 @@ def _shape_flags(instance: Instance) -> list[str]:
     model = instance.model
     flags = [f"--hidden-size {model.hidden}", f"--vocab-size {model.vocab}"]
     flags.append(f"--make-vocab-size-divisible-by {VOCAB_MULTIPLE}")
-    for kinds, describe in ((_mixers(model), _attention_flags), (_ffns(model), _ffn_flags)):
-        described = list(dict.fromkeys(tuple(describe(part)) for part in kinds))
-        if len(described) > 1:
-            raise InputError(
-                f"model {model.name}: its layers differ in {' and '.join(' '.join(d) for d in described[:2])}, which "
-                "Megatron-Core's flags cannot say layer by layer"
-            )
-        flags += described[0] if described else ()
+    flags += _common(model, [_attention_flags(part) for part in _mixers(model)])
+    flags += _common(model, [["--swiglu"] if kind.ffn.gated else [] for kind in model.kinds if kind.ffn is not None])
     flags += dense_width_flags(model)
     moes = [kind.ffn for kind in model.layers if isinstance(kind.ffn, Moe)]
     if moes:
@@ -196,8 +192,15 @@ def _mixers(model: Model) -> list[Attention]:
     return found
 
 
-def _ffns(model: Model) -> list[Mlp | Moe]:
-    return [kind.ffn for kind in model.kinds if kind.ffn is not None]
+def _common(model: Model, described: list[list[str]]) -> list[str]:
+    """The flags that all layers share; Megatron-Core has none that differ by layer."""
+    distinct = list(dict.fromkeys(tuple(flags) for flags in described))
+    if len(distinct) > 1:
+        raise InputError(
+            f"model {model.name}: its layers differ in {' and '.join(' '.join(flags) for flags in distinct[:2])}, which "
+            "Megatron-Core's flags cannot say layer by layer"
+        )
+    return list(distinct[0]) if distinct else []
 
 
 def _attention_flags(part: Attention) -> list[str]:
@@ -213,11 +216,6 @@ def _attention_flags(part: Attention) -> list[str]:
     if part.window:
         flags.append(f"--window-size {part.window},0")
     return flags
-
-
-def _ffn_flags(part: Mlp | Moe) -> list[str]:
-    """What dense and expert parts share; dense widths are said once, experts by `_moe_flags`."""
-    return ["--swiglu"] if part.gated else []
 
 
 def _moe_flags(model: Model, part: Moe) -> list[str]:

@@ -55,20 +55,13 @@ def test_interleaved_order_of_two_stages_two_chunks_and_four_micro_batches() -> 
     # Chunks are written a (the first of the stage) and b. Eight forward passes in groups of pp=2: a a b b a a b b;
     # backward passes: b b a a b b a a. Stage 0 warms up with 2 (2-0-1) + (2-1) 2 = 4 passes, stage 1 with 2.
     #
-    # stage 0:  a a b b | +a -b | +a -b | +b -a | +b -a | -b -b -a -a
-    #           (2,2)     (3,2)   (4,1)   (3... step by step:
-    #   after the warm-up           (2,2)
-    #   +a (3,2)  -b (3,1)
-    #   +a (4,1)  -b (4,0)
-    #   +b (4,1)  -a (3,1)
-    #   +b (3,2)  -a (2,2)
-    #   then only backward passes. Maximal: (3,2) and (4,1).
+    # Stage 0, (a, b) in flight:  a a b b      (2,2)
+    #   +a (3,2)  -b (3,1)   +a (4,1)  -b (4,0)   +b (4,1)  -a (3,1)   +b (3,2)  -a (2,2)
+    #   then -b -b -a -a.                       Maximal: (3,2) and (4,1).
     assert set(in_flight(2, 2, 4, 0)) == {(3, 2), (4, 1)}
-    # stage 1:  a a | +b -b | +b -b | +a -a | +a -a | +b -b | +b -b | -a -a
-    #   after the warm-up           (2,0)
-    #   +b (2,1)  -b (2,0)   twice
-    #   +a (3,0)  -a (2,0)   twice
-    #   +b (2,1)  -b (2,0)   twice.            Maximal: (2,1) and (3,0).
+    # Stage 1:                    a a          (2,0)
+    #   +b (2,1)  -b (2,0)   twice;  +a (3,0)  -a (2,0)   twice;  +b (2,1)  -b (2,0)   twice
+    #   then -a -a.                             Maximal: (2,1) and (3,0).
     assert set(in_flight(2, 2, 4, 1)) == {(2, 1), (3, 0)}
     assert in_flight_after_warm_up(2, 2, 4, 0) == (3, 2)
     assert in_flight_after_warm_up(2, 2, 4, 1) == (2, 1)

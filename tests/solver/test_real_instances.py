@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import pytest
 
-from shardwise.data.plan import Plan
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import Evaluation, evaluate
-from shardwise.solver.result import Result
 from shardwise.solver.solve import build_instance, solve
+
+if TYPE_CHECKING:
+    from shardwise.data.plan import Plan
+    from shardwise.solver.result import Result
 
 BLOOM = ("tp=4", "pp=12", "vpp=1", "micro_batch=2", "recompute=full")
 
@@ -63,7 +66,9 @@ def test_every_candidate_is_accounted_for() -> None:
     assert counts["placements_expanded"] == sum(counts.get(way, 0) for way in ways)
 
 
-@pytest.mark.parametrize(("cluster", "batch"), [("dgx-h100:6", 480), ("dgx-h100:12", 480), ("dgx-h100:24", 480), ("dgx-h100:42", 504)])
+@pytest.mark.parametrize(
+    ("cluster", "batch"), [("dgx-h100:6", 480), ("dgx-h100:12", 480), ("dgx-h100:24", 480), ("dgx-h100:42", 504)]
+)
 def test_node_counts_that_are_no_powers_of_two_work(cluster: str, batch: int) -> None:
     result = solved("llama-3.1-70b", cluster, 8192, batch)
     assert result.status == "OPTIMAL"

@@ -74,7 +74,7 @@ def dense(hidden: int, *, kv_heads: int | None = None, width: int = 4, head_dim:
 
 
 def model_of(layers: list[LayerKind], hidden: int, vocab: int, *, tied: bool) -> Model:
-    head = (Tensor("norm.weight", (hidden,)),)
+    head: tuple[Tensor, ...] = (Tensor("norm.weight", (hidden,)),)
     if not tied:
         head += (Tensor("lm_head.weight", (vocab, hidden), "vocab"),)
     embedding = (Tensor("embed_tokens.weight", (vocab, hidden), "vocab"),)
@@ -212,7 +212,18 @@ SHRINKING = (
     "vpp<=3", "micro_batch<=2", "zero=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3",
     "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
 )  # fmt: skip
-DEEP = ("tp<=2", "micro_batch<=2", "sequence_parallel=0", "zero=1", "pp>=2", "dp<=2", "vpp>=2", "vpp<=2", "pp>=3", "tp=1")
+DEEP = (
+    "tp<=2",
+    "micro_batch<=2",
+    "sequence_parallel=0",
+    "zero=1",
+    "pp>=2",
+    "dp<=2",
+    "vpp>=2",
+    "vpp<=2",
+    "pp>=3",
+    "tp=1",
+)
 """Limits that hold a universe to its size, in this order or a drawn one until it is small enough; `DEEP` keep pipelines."""
 
 
@@ -333,7 +344,11 @@ def corners(instance: Instance) -> Iterator[Corner]:
 
 
 def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
-    devices, batch, layers = device_count(instance.cluster.root), instance.workload.global_batch, len(instance.model.layers)
+    devices, batch, layers = (
+        device_count(instance.cluster.root),
+        instance.workload.global_batch,
+        len(instance.model.layers),
+    )
     sizes = range(1, devices + 1)
     for tp, pp, dp in itertools.product(sizes, sizes, sizes):
         if tp * pp * dp > devices or not divides(instance, tp):

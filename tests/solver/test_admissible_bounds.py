@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from universe import Corner, Judged, admitted, corners, examples, instance_of, instances, llama
 
-from shardwise.formulations.bounds import grid_bounds
+from shardwise.formulations.bounds import grid_bounds, least_memory_bytes
 from shardwise.formulations.candidates import Candidate, enumerate_grids
+from shardwise.formulations.memory import MIB
 from shardwise.solver.search import UNLIMITED, Search
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees
-
-if TYPE_CHECKING:
-    from universe import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
-else:
-    from tests.solver.universe import Corner, Judged, admitted, corners, examples, instances, llama, instance_of
 
 ROUNDING = 1 + 1e-12
 
@@ -146,18 +144,21 @@ def test_integer_and_float_step_times_differ_by_the_stated_rounding(instance: In
 
 
 def test_the_memory_bound_keeps_a_row_at_exactly_its_least_need_and_drops_it_below() -> None:
-    """(B1): one stage, everything recomputed, nothing to spare."""
+    """(B1) on one stage with everything repeated is the need itself, less working memory and rounding."""
     limits = ("tp=1", "pp=1", "dp=1", "micro_batch=1", "zero=1", "recompute=full")
-    roomy = instance_of(llama(), (1,), limits=limits)
-    search = Search(roomy, None, None)
-    (grid,) = enumerate_grids(roomy)
-    assert list(grid_bounds(search.best_case, grid, None).fits) == [True]
-    need = 0.0
-    for capacity in range(1, 40_000):
-        tight = instance_of(llama(), (1,), limits=limits, memory_bytes=capacity * 2**20)
-        search = Search(tight, None, None)
-        (grid,) = enumerate_grids(tight)
-        if grid_bounds(search.best_case, grid, None).fits[0]:
-            need = capacity
-            break
-    assert need
+
+    def fits(memory_bytes: int) -> bool:
+        instance = instance_of(llama(), (1,), limits=limits, memory_bytes=memory_bytes)
+        (grid,) = enumerate_grids(instance)
+        return bool(grid_bounds(Search(instance, None, None).best_case, grid, None).fits[0])
+
+    instance = instance_of(llama(), (1,), limits=limits)
+    search = Search(instance, None, None)
+    (grid,) = enumerate_grids(instance)
+    need, _ = least_memory_bytes(search.best_case, [grid])
+    # The capacity is taken down to whole MiB.
+    edge = math.ceil(need / MIB) * MIB
+    assert fits(edge)
+    assert not fits(edge - 1)
+    (plan, *_) = admitted(instance, 1.0)
+    assert need <= plan.evaluation.peak_memory_bytes

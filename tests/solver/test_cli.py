@@ -1,0 +1,285 @@
+"""Commands, exit codes and messages of the command line, and the Python names behind them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise.data.plan import Plan
+
+TRAINING = ("--seq-len", "4096", "--global-batch", "64")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, so that nothing of this one helps it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+    return done
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of Llama-3.1-8B on two nodes."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    document = path.with_name("result.json")
+    done = run(
+        "plan", "training", "llama-3.1-8b", "dgx-h100:2", *TRAINING, "-o", str(path), "--json", str(document), "-q"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "OPTIMAL" in done.stdout
+    return path
+
+
+def test_plan_writes_the_documents_of_the_contract(plan_file: Path) -> None:
+    result = json.loads(plan_file.with_name("result.json").read_text())
+    assert {
+        "status",
+        "objective",
+        "sense",
+        "unit",
+        "value",
+        "bound",
+        "gap",
+        "plan",
+        "evaluation",
+        "alternatives",
+        "report",
+    } <= set(result)
+    assert result["status"] == "OPTIMAL"
+    assert 0 <= result["gap"] < 1e-5
+    assert result["bound"] <= result["value"]
+    plan = json.loads(plan_file.read_text())
+    assert plan == result["plan"]
+    assert {"dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "zero"} <= set(plan["degrees"])
+    assert {"schedule", "stages", "placement"} <= set(plan)
+
+
+def test_a_plan_file_evaluates_alone_to_the_same_time(plan_file: Path) -> None:
+    out = plan_file.with_name("evaluation.json")
+    done = run("evaluate", "--plan", str(plan_file), "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = json.loads(plan_file.with_name("result.json").read_text())
+    assert json.loads(out.read_text())["step_time_s"] == pytest.approx(saved["value"], rel=1e-12)
+
+
+def test_plan_json_matches_its_schema(plan_file: Path) -> None:
+    import jsonschema
+
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "plan.schema.json").read_text())
+    jsonschema.validate(json.loads(plan_file.read_text()), schema)
+
+
+def test_json_to_stdout_is_nothing_but_json() -> None:
+    done = run("plan", "training", "qwen3-0.6b", "dgx-h100:1", *TRAINING, "--json", "-")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["status"] == "OPTIMAL"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (
+            ("llama-3.1-8b", "dgx-h100:1", "--seq-len", "-1", "--global-batch", "0"),
+            2,
+            ["workload.seq_len=-1", "workload.global_batch=0"],
+        ),
+        (("llama-3.1-8c", "dgx-h999:1", *TRAINING), 2, ["llama-3.1-8b", "dgx-h999"]),
+        (("llama-3.1-8b", "dgx-h100:0", *TRAINING), 2, ["0"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--precision", "int3"), 2, ["workload.precision='int3'", "bf16"]),
+        (("llama-3.1-8b", "v100-sxm:1", *TRAINING), 2, ["precision='bf16'", "fp16"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--fix", "tp=8", "--limit", "tp<=4"), 2, ["contradict", "tp=8, tp<=4"]),
+        (
+            ("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--limit", "q<=4", "--rules", "none"),
+            2,
+            ["unknown variable 'q'", "rules='none'"],
+        ),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--limit", "zero=3"), 1, ["zero"]),
+        (("missing.json", "missing.toml", *TRAINING), 2, ["missing.json", "missing.toml"]),
+        (("llama-3.1-405b", "dgx-h100:1", *TRAINING), 1, ["memory", "85.9 GB usable"]),
+        (("qwen2.5-14b", "dgx-h100:4", *TRAINING, "--fix", "tp=16"), 1, ["tp=16 does not divide num_attention_heads=40"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--fix", "dp=3"), 1, ["dp", "global_batch=64"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--workers", "0"), 2, ["workers=0"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--objective", "beauty"), 2, ["objective='beauty'"]),
+    ],
+)  # fmt: skip
+def test_no_and_bad_input_say_why(arguments: tuple[str, ...], code: int, words: list[str]) -> None:
+    done = run("plan", "training", *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    text = (done.stdout + done.stderr).replace("\n", " ")
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"model_type": "llama", "hidden_size": -5, "num_hidden_layers": 1000000000}', "num_hidden_layers=1000000000"),
+        ('{"model_type": "martian"}', "model_type='martian' is unknown"),
+    ],
+)
+def test_bad_model_files_say_why(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    done = run("plan", "training", str(file), "dgx-h100:1", *TRAINING)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_evaluate_tells_an_illegal_plan_by_every_rule() -> None:
+    done = run(
+        "evaluate",
+        "qwen2.5-14b",
+        "dgx-h100:4",
+        *TRAINING,
+        "--tp",
+        "16",
+        "--pp",
+        "2",
+        "--vpp",
+        "2",
+        "--micro-batch",
+        "3",
+    )
+    assert done.returncode == 1
+    assert "tp=16 does not divide num_attention_heads=40" in done.stdout
+    assert "micro_batch=3 x dp=1 does not divide global_batch=64" in done.stdout
+
+
+def test_evaluate_takes_uneven_stages() -> None:
+    done = run(
+        "evaluate", "bloom-176b", "dgx-a100:48", "--seq-len", "2048", "--global-batch", "2048", "--tp", "4", "--pp", "12",
+        "--micro-batch", "2", "--recompute", "full", "--stages", "5,6,6,6,6,6,6,6,6,6,6,5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "recompute" in done.stdout
+    wrong = run("evaluate", "bloom-176b", "dgx-a100:48", *TRAINING, "--pp", "2", "--stages", "5,x")
+    assert wrong.returncode == 2
+    assert "whole numbers" in wrong.stderr
+
+
+def test_evaluate_says_when_a_plan_does_not_fit() -> None:
+    done = run("evaluate", "llama-3.1-70b", "dgx-h100:1", *TRAINING, "--tp", "8")
+    assert done.returncode == 1
+    assert "does not fit" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["models", "accelerators", "clusters", "profiles", "rules"])
+def test_catalogues_list_and_describe(what: str) -> None:
+    done = run("catalog", what, "--json", "-")
+    assert done.returncode == 0
+    rows = json.loads(done.stdout)
+    first = run("catalog", what, rows[0]["name"], "--json", "-")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)
+
+
+def test_unknown_catalogue_is_bad_input() -> None:
+    assert run("catalog", "planets").returncode == 2
+    assert run("catalog", "models", "no-such-model").returncode == 2
+
+
+def test_version_and_help_answer() -> None:
+    assert run("--version").stdout.strip() == f"shardwise {sw.__version__}"
+    assert "plan" in run("--help").stdout
+
+
+def test_the_package_starts_without_its_heavy_parts() -> None:
+    code = "import sys, shardwise; print([m for m in ('pandas', 'ortools', 'pydantic', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_and_catalogues_do_not_load_the_solver() -> None:
+    code = (
+        "import sys\nfrom shardwise.solver.cli import app\n"
+        "try:\n    app(['catalog', 'models'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([m for m in ('pandas', 'ortools', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2**70), st.text(max_size=4), st.lists(st.integers(-1, 9), max_size=3)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_mutated_plan_is_a_plan_or_an_input_error(plan_file: Path, data: st.DataObject) -> None:
+    document = json.loads(plan_file.read_text())
+    target: Any = document
+    for _ in range(data.draw(st.integers(0, 3))):
+        if isinstance(target, dict) and target:
+            key = data.draw(st.sampled_from(sorted(target)))
+        elif isinstance(target, list) and target:
+            key = data.draw(st.integers(0, len(target) - 1))
+        else:
+            break
+        if data.draw(st.booleans()):
+            target[key] = data.draw(values)
+            break
+        target = target[key]
+    try:
+        plan = Plan.from_json(json.dumps(document))
+    except sw.InputError as error:
+        assert error.faults  # noqa: PT017
+    else:
+        assert plan.to_dict()["version"] == 1
+
+
+def test_python_api_of_the_contract() -> None:
+    seen: list[sw.Progress] = []
+    result = sw.solve(
+        model="llama-3.1-70b",
+        cluster="dgx-h100:8",
+        workload=sw.Training(seq_len=8192, global_batch=1024),
+        limits=["pp<=8"],
+        objective="step-time",
+        time_limit_s=60,
+        on_progress=seen.append,
+    )
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.plan.degrees.pp <= 8
+    assert sum(stage.layers for stage in result.plan.stages) == 80
+    assert result.unit == "s"
+    assert seen
+    assert seen[-1].gap is not None
+    instance = sw.build_instance("llama-3.1-70b", "dgx-h100:8", sw.Training(8192, 1024), limits=["pp<=8"])
+    assert sw.evaluate(instance, result.plan).step_time_s == result.value
+    assert Plan.from_json(result.plan.to_json()) == result.plan
+
+
+def test_input_errors_hold_every_fault() -> None:
+    with pytest.raises(sw.InputError) as error:
+        sw.solve("no-such-model", "no-such-cluster", sw.Training(8, 8), limits=["tp=x"], rules="none")
+    assert len(error.value.faults) == 4
+
+
+def test_evaluate_many_answers_every_row() -> None:
+    import pandas as pd
+
+    common = {"model": "llama-3.1-8b", "cluster": "dgx-h100:1", "seq_len": 4096, "global_batch": 64}
+    table = pd.DataFrame(
+        [common | {"tp": 2, "dp": 4}, common | {"tp": 3, "dp": 2}, common | {"model": "nope"}, common | {"tp": 1.5}]
+    )
+    out = sw.evaluate_many(table)
+    assert out["step_time_s"].gt(0).tolist() == [True, True, False, False]
+    assert out["legal"].tolist()[:2] == [True, False]
+    reasons = out["reason"].astype(str).tolist()
+    assert "tp=3 does not divide" in reasons[1]
+    assert "nope" in reasons[2]
+    assert "tp=1.5 must be a whole number" in reasons[3]
