@@ -79,11 +79,10 @@ class Fields:
         if not isinstance(value, list) or len(value) < layers:
             self.fault(name, f"must be a list with an entry for each of the {layers} layers")
             return None
-        unknown = next(
-            (item for item in value[:layers] if not isinstance(item, str | int) or item not in allowed), None
-        )
-        if unknown is not None:
-            self.faults.append(f"{self.where}{name} holds {unknown!r}; known are {', '.join(map(str, allowed))}")
+        unknown = [item for item in value[:layers] if not isinstance(item, str | int) or item not in allowed]
+        if unknown:
+            shown = repr(unknown[0])[:80]
+            self.faults.append(f"{self.where}{name} holds {shown}; known are {', '.join(map(str, allowed))}")
             return None
         return value[:layers]
 

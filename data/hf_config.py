@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.config_fields import Fields
 from shardwise.data.faults import InputError
 from shardwise.data.model import Model, Tensor
-from shardwise.data.model_families import FAMILIES, Build
+from shardwise.data.model_families import DEFAULTS, FAMILIES, Build
 from shardwise.data.model_parts import linear, norm
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ def model_from_config(raw: Any, name: str, *, source: str = "") -> Model:
         )
     fields = Fields(config, f"model {name}: ")
     fields.assumed = assumed
+    for field, value in DEFAULTS.get(str(kind), {}).items():
+        if not fields.has(field):
+            config[field] = value
+            assumed.append(f"{field}={value} (the family's default; not in the config)")
     vocab = fields.integer("vocab_size")
     positions = fields.optional("max_position_embeddings", "n_positions")
     # Families stop at the first group of faults; these two are read late, so they are checked here too.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.data.model import Latent, LayerKind, LinearAttention, Mamba, Tensor
+from shardwise.data.model import MAX_LAYERS, Latent, LayerKind, LinearAttention, Mamba, Tensor
 from shardwise.data.model_parts import (
     FfnPart,
     MixerPart,
@@ -84,13 +84,27 @@ def windows(c: Fields, layers: int, default: str | None = None) -> list[int | No
     window = window_of(c, used=True)
     types = c.per_layer("layer_types", layers, ("sliding_attention", "full_attention", "chunked_attention"))
     if types is None:
-        pattern = c.raw.get("attn_pattern") or default
-        types = [{"S": "sliding_attention"}.get(letter, "full_attention") for letter in pattern or ""]
-        if default and not c.raw.get("attn_pattern") and window:
+        given = letters(c, "attn_pattern", "SF", layers)
+        types = [{"S": "sliding_attention"}.get(letter, "full_attention") for letter in given or default or ""]
+        if default and not given and window:
             c.assumed.append(f"layer_types={default[:12]}... (the family's pattern; not in the config)")
     if len(types) < layers:
         types = [*types, *(["full_attention"] * (layers - len(types)))]
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def letters(c: Fields, name: str, allowed: str, layers: int | None = None) -> str | None:
+    """A string of one of the letters `allowed` per layer; None when the field is absent or at fault."""
+    value = c.raw.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_LAYERS or set(value) - set(allowed):
+        c.fault(name, f"must be a string of the letters {' '.join(allowed)}, one per layer")
+        return None
+    if layers is not None and len(value) != layers:
+        c.faults.append(f"{c.where}{name} has {len(value)} letters, num_hidden_layers={layers}")
+        return None
+    return value
 
 
 class Kinds:
@@ -196,10 +210,13 @@ def nemotron(c: Fields) -> Build:
 
 def gpt2_like(c: Fields, *, learned: bool = True, extra_positions: int = 0, embedding_norm: bool = False) -> Build:
     """GPT-2, GPT-3, Megatron GPT: LayerNorm, biases everywhere, learned positions, tied head."""
-    hidden, layers = c.integer("hidden_size", "n_embd"), c.layers("num_hidden_layers", "n_layer")
+    hidden = c.integer("hidden_size", "n_embd", "n_embed")
+    layers = c.layers("num_hidden_layers", "n_layer")
     heads = c.integer("num_attention_heads", "n_head")
     head_dim = c.integer("head_dim", default=max(hidden // heads, 1), why="hidden_size / num_attention_heads")
-    intermediate = c.integer("intermediate_size", "ffn_dim", default=4 * hidden, why="four times hidden_size")
+    intermediate = c.integer(
+        "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden, why="four times hidden_size"
+    )
     positions = c.integer("max_position_embeddings", "n_positions", default=2048, why="the family's default")
     gated = c.flag("mlp_gated", default=False)
     c.check()
@@ -221,19 +238,40 @@ def bloom(c: Fields) -> Build:
 
 
 def opt(c: Fields) -> Build:
-    """OPT: its table of positions has two more rows (transformers models/opt)."""
+    """OPT: its table of positions has two more rows (transformers models/opt).
+
+    OPT 350M alone projects a narrower embedding and norms after each part; it is refused rather than miscounted.
+    """
+    if c.has("word_embed_proj_dim") and c.raw["word_embed_proj_dim"] != c.raw.get("hidden_size"):
+        c.fault("word_embed_proj_dim", "must equal hidden_size (projected embeddings are not supported)")
+    if not c.flag("do_layer_norm_before", default=True):
+        c.fault("do_layer_norm_before", "must be true (norms after each part are not supported)")
     return gpt2_like(c, extra_positions=2)
 
 
 def falcon(c: Fields) -> Build:
-    """Falcon 40B and later: parallel attention and feed-forward, a LayerNorm for each, no biases."""
+    """Falcon (transformers models/falcon): grouped heads and two norms in the newer architecture, else one key/value
+    head, and one norm when attention and feed-forward run in parallel."""
     hidden, layers = c.integer("hidden_size"), c.layers()
-    heads = head_sizes(c, hidden)
-    intermediate = c.integer("intermediate_size", default=4 * hidden, why="four times hidden_size")
+    heads = c.integer("num_attention_heads")
+    grouped = c.flag("new_decoder_architecture", default=c.has("num_key_value_heads"))
+    multi_query = c.flag("multi_query", default=True)
+    kv_heads = heads
+    if grouped:
+        kv_heads = c.integer("num_key_value_heads", "num_kv_heads", default=heads, why="one per attention head")
+    elif multi_query:
+        kv_heads = 1
+    parallel = c.flag("parallel_attn", default=True)
+    norms = c.integer("num_ln_in_parallel_attn", default=2 if grouped or not parallel else 1, most=2)
+    bias = c.flag("bias", default=False)
+    intermediate = c.integer("intermediate_size", "ffn_hidden_size", default=4 * hidden, why="four times hidden_size")
+    c.divisible("hidden_size", hidden, "num_attention_heads", heads)
+    c.divisible("num_attention_heads", heads, "num_kv_heads", kv_heads)
+    tied = c.flag("tie_word_embeddings", default=True, why="the family's default")
     c.check()
-    mixer = attention(hidden, heads.heads, heads.kv_heads, heads.head_dim)
-    kind = layer(hidden, mixer, mlp(hidden, intermediate, gated=False), norm_kind="layernorm")
-    return Build(hidden, (kind,) * layers, "layernorm", c.flag("tie_word_embeddings", default=True))
+    mixer = attention(hidden, heads, kv_heads, hidden // heads, bias=bias, out_bias=bias)
+    ffn = mlp(hidden, intermediate, gated=False, bias=bias)
+    return Build(hidden, (layer(hidden, mixer, ffn, norm_kind="layernorm", norms=norms),) * layers, "layernorm", tied)
 
 
 def palm(c: Fields) -> Build:
@@ -357,7 +395,7 @@ def moe_transformer(
     pattern: str | None = None,
     windowed: bool = False,
     shared: int | None = None,
-    extra: Callable[[Fields, int], tuple[Tensor, ...]] | None = None,
+    extra: Callable[[int], tuple[Tensor, ...]] | None = None,
 ) -> Build:
     """Softmax attention with experts in all layers, or in all but the first few."""
     hidden, layers = c.integer("hidden_size"), c.layers()
@@ -383,7 +421,7 @@ def moe_transformer(
             qk_norm=qk_norm,
             gate=gate,
             sinks=sinks,
-            extra=extra(c, hidden) if extra and routed else (),
+            extra=extra(hidden) if extra and routed else (),
         )
         return layer(hidden, mixer, experts if routed else mlp(hidden, intermediate, gated=True))
 
@@ -430,10 +468,11 @@ def minimax_m2(c: Fields) -> Build:
 def minimax_m3(c: Fields) -> Build:
     """MiniMax-M3: sparse attention with an indexer in the layers after the first dense ones."""
 
-    def sparse(c: Fields, hidden: int) -> tuple[Tensor, ...]:
-        inner = c.nested("sparse_attention_config")
-        heads = inner.integer("sparse_num_index_heads", default=4)
-        width = inner.integer("sparse_index_dim", default=128)
+    inner = c.nested("sparse_attention_config")
+    heads = inner.integer("sparse_num_index_heads", default=4)
+    width = inner.integer("sparse_index_dim", default=128)
+
+    def sparse(hidden: int) -> tuple[Tensor, ...]:
         return (
             *linear("indexer.q_proj", heads * width, hidden, "none"),
             *linear("indexer.k_proj", width, hidden, "none"),
@@ -692,7 +731,14 @@ def minimax_text(c: Fields) -> Build:
     """MiniMax-Text-01: seven lightning attention layers, then one of softmax attention; experts everywhere."""
     hidden, layers = c.integer("hidden_size"), c.layers()
     heads = head_sizes(c, hidden)
-    pattern = c.raw.get("attn_pattern") or ("LLLLLLLF" * layers)[:layers]
+    types = c.per_layer("layer_types", layers, ("linear_attention", "full_attention"))
+    ones = c.per_layer("attn_type_list", layers, (0, 1))
+    if types is not None:
+        pattern = "".join("F" if kind == "full_attention" else "L" for kind in types)
+    elif ones is not None:
+        pattern = "".join("F" if kind else "L" for kind in ones)
+    else:
+        pattern = letters(c, "attn_pattern", "LF", layers) or ("LLLLLLLF" * layers)[:layers]
     experts = experts_of(c, hidden)
     c.check()
     mixers = {
@@ -704,28 +750,48 @@ def minimax_text(c: Fields) -> Build:
     return Build(hidden, made, tied=c.flag("tie_word_embeddings", default=False, why="the family's default"))
 
 
-BLOCK_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+BLOCK_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E", "hybrid": "h"}
 
 
-def hybrid_pattern(c: Fields, allowed: str, layers: int | None = None) -> str:
-    """One letter per layer: M Mamba, * attention, - feed-forward, E experts (Megatron's hybrid pattern)."""
-    blocks = c.raw.get("layers_block_type")
-    if isinstance(blocks, list):
-        unknown = [block for block in blocks if block not in BLOCK_LETTERS]
-        if unknown:
-            c.faults.append(f"{c.where}layers_block_type holds {unknown[0]!r}; known are {', '.join(BLOCK_LETTERS)}")
-            return allowed[0]
-        return "".join(BLOCK_LETTERS[block] for block in blocks)
-    pattern = c.raw.get("hybrid_override_pattern") or c.raw.get("hybrid_layer_pattern")
-    if not isinstance(pattern, str) or not pattern or set(pattern) - set(allowed) or len(pattern) > 10_000:
-        c.fault("hybrid_override_pattern", f"must be a string of the letters {' '.join(allowed)}, one per layer")
-        return allowed[0]
-    if layers is not None and len(pattern) != layers:
-        c.faults.append(f"{c.where}hybrid_override_pattern has {len(pattern)} letters, num_hidden_layers={layers}")
-    return pattern
+def hybrid_pattern(c: Fields, allowed: str, layers: int | None = None, derived: str | None = None) -> str:
+    """One letter per layer: M Mamba, * attention, - feed-forward, E experts (Megatron's hybrid pattern), h shared.
+
+    `derived` is the pattern that the family computes from other fields when the config has no list or string.
+    """
+    if c.has("layers_block_type"):
+        blocks = c.raw["layers_block_type"]
+        known = [name for name, letter in BLOCK_LETTERS.items() if letter in allowed]
+        count = len(blocks) if layers is None and isinstance(blocks, list) else layers
+        read = c.per_layer("layers_block_type", count or 1, tuple(known))
+        return "".join(BLOCK_LETTERS[block] for block in read) if read else allowed[0]
+    name = c.first("hybrid_override_pattern", "hybrid_layer_pattern")
+    if derived is not None and not c.has(name):
+        return derived
+    if not c.has(name):
+        c.fault(name, f"must be a string of the letters {' '.join(allowed)}, one per layer")
+    return letters(c, name, allowed, layers) or allowed[0]
 
 
-def mamba2_of(c: Fields, hidden: int) -> Mamba:
+def marked_layers(c: Fields, name: str, layers: int, letter: str) -> str | None:
+    """A pattern of M with `letter` at the layer numbers listed under `name`; None when the field is absent."""
+    numbers = c.raw.get(name)
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(type(i) is int and 0 <= i < layers for i in numbers):
+        c.fault(name, f"must be a list of layer numbers from 0 to {layers - 1}")
+        return None
+    marked = set(numbers)
+    return "".join(letter if i in marked else "M" for i in range(layers))
+
+
+def dt_rank(c: Fields, name: str, hidden: int) -> int:
+    """Rank of Mamba-1's time step; configs write "auto" for the default."""
+    if c.raw.get(name) == "auto":
+        c.raw[name] = None
+    return c.integer(name, default=-(-hidden // 16), why="hidden_size / 16")
+
+
+def mamba2_of(c: Fields) -> Mamba:
     """Sizes of a Mamba-2 mixer."""
     heads = c.integer("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
     width = c.integer("mamba_head_dim", "mamba_d_head", "mamba_headdim")
@@ -744,7 +810,7 @@ def nemotron_h(c: Fields) -> Build:
     hidden = c.integer("hidden_size")
     pattern = hybrid_pattern(c, "M*-E", c.layers() if c.has("num_hidden_layers") else None)
     heads = head_sizes(c, hidden)
-    mixer = mamba2(hidden, mamba2_of(c, hidden))
+    mixer = mamba2(hidden, mamba2_of(c))
     parts: dict[str, tuple[MixerPart | None, FfnPart | None]] = {
         "M": (mixer, None),
         "*": (attention(hidden, heads.heads, heads.kv_heads, heads.head_dim), None),
@@ -770,13 +836,16 @@ def mamba_only(c: Fields) -> Build:
     """Mamba-2 and Falcon-Mamba: nothing but mixers."""
     hidden, layers = c.integer("hidden_size"), c.layers()
     state, kernel = c.integer("state_size", "ssm_state_size"), c.integer("conv_kernel", default=4)
-    if c.raw.get("ssm_kind") == "mamba1" or c.raw.get("model_type") == "falcon_mamba":
+    if c.raw.get("model_type") in ("mamba", "falcon_mamba"):
         inner = c.integer("intermediate_size", default=2 * hidden, why="twice hidden_size")
-        rank = c.integer("time_step_rank", default=-(-hidden // 16), why="hidden_size / 16")
+        rank = dt_rank(c, "time_step_rank", hidden)
         c.check()
         mixer = mamba1(hidden, Mamba(1, inner, state, kernel), rank)
     else:
-        part = mamba2_of(c, hidden)
+        # Here alone the Mamba heads are the config's only heads and have no prefix.
+        for short in ("num_heads", "head_dim"):
+            c.raw.setdefault(f"mamba_{short}", c.raw.get(short))
+        part = mamba2_of(c)
         c.check()
         mixer = mamba2(hidden, part)
     return Build(hidden, (layer(hidden, mixer, None),) * layers, tied=c.flag("tie_word_embeddings", default=True))
@@ -784,14 +853,23 @@ def mamba_only(c: Fields) -> Build:
 
 def jamba(c: Fields) -> Build:
     """Jamba: Mamba-1 with attention in every eighth layer, experts in every second."""
-    hidden = c.integer("hidden_size")
-    pattern = hybrid_pattern(c, "M*", c.layers())
+    hidden, layers = c.integer("hidden_size"), c.layers()
+    period, offset, expert_period, expert_offset = (
+        c.integer(name, default=default, least=least, why="the family's default")
+        for name, default, least in (
+            ("attn_layer_period", 8, 1),
+            ("attn_layer_offset", 4, 0),
+            ("expert_layer_period", 2, 1),
+            ("expert_layer_offset", 1, 0),
+        )
+    )
+    derived = "".join("*" if index % period == offset else "M" for index in range(layers))
+    pattern = hybrid_pattern(c, "M*", layers, derived)
     heads = head_sizes(c, hidden)
     state, kernel = c.integer("ssm_state_size", "mamba_d_state"), c.integer("conv_kernel", "mamba_d_conv", default=4)
-    rank = c.integer("mamba_dt_rank", default=-(-hidden // 16), why="hidden_size / 16")
+    rank = dt_rank(c, "mamba_dt_rank", hidden)
     inner = c.integer("mamba_expand", "expand", default=2) * hidden
     ffns = (mlp(hidden, c.integer("intermediate_size"), gated=True), experts_of(c, hidden))
-    c.assumed.append("experts in every second layer from the second (the family's default)")
     c.check()
     mixers = {
         "M": mamba1(hidden, Mamba(1, inner, state, kernel), rank, inner_norms=True),
@@ -800,18 +878,18 @@ def jamba(c: Fields) -> Build:
     kinds = Kinds()
     made = tuple(
         kinds((p, r), lambda p=p, r=r: layer(hidden, mixers[p], ffns[r]))  # type: ignore[misc]
-        for p, r in ((letter, index % 2 == 1) for index, letter in enumerate(pattern))
+        for p, r in ((letter, index % expert_period == expert_offset) for index, letter in enumerate(pattern))
     )
     return Build(hidden, made, tied=c.flag("tie_word_embeddings", default=False))
 
 
 def bamba(c: Fields) -> Build:
     """Bamba: Mamba-2 or attention, each with a gated feed-forward part."""
-    hidden = c.integer("hidden_size")
-    pattern = hybrid_pattern(c, "M*", c.layers())
+    hidden, layers = c.integer("hidden_size"), c.layers()
+    pattern = hybrid_pattern(c, "M*", layers, marked_layers(c, "attn_layer_indices", layers, "*"))
     heads = head_sizes(c, hidden)
     ffn = mlp(hidden, c.integer("intermediate_size"), gated=True)
-    part = mamba2_of(c, hidden)
+    part = mamba2_of(c)
     c.check()
     mixers = {
         "M": mamba2(hidden, part),
@@ -828,15 +906,18 @@ def zamba2(c: Fields) -> Build:
     A shared block is a layer of its own here. Its weights are counted the first time it appears; later ones hold only
     their adapters (rank 128) and the matrix back to the hidden size (transformers models/zamba2).
     """
-    hidden = c.integer("hidden_size")
-    pattern = hybrid_pattern(c, "Mh", c.layers())
+    hidden, layer_count = c.integer("hidden_size"), c.layers()
+    pattern = hybrid_pattern(c, "Mh", layer_count, marked_layers(c, "hybrid_layer_ids", layer_count, "h"))
+    distinct = c.integer("num_mem_blocks", default=2, why="as in Zamba2 2.7B and 7B")
+    if c.flag("use_shared_attention_adapter", default=False):
+        c.fault("use_shared_attention_adapter", "must be false (adapters on the shared attention are not supported)")
     heads = c.integer("num_attention_heads")
     intermediate = c.integer("intermediate_size", default=4 * hidden, why="four times hidden_size")
     rank = c.integer("adapter_rank", default=128, why="the family's default")
     inner = c.integer("mamba_expand", default=2) * hidden
     width = c.integer("mamba_head_dim", "mamba_headdim", default=64)
     part = Mamba(
-        2, inner, c.integer("ssm_state_size", "mamba_d_state"), c.integer("conv_kernel", default=4),
+        2, inner, c.integer("ssm_state_size", "mamba_d_state"), c.integer("conv_kernel", "mamba_d_conv", default=4),
         c.integer("n_groups", "mamba_ngroups", default=1), max(inner // width, 1),
     )  # fmt: skip
     c.check()
@@ -857,10 +938,10 @@ def zamba2(c: Fields) -> Build:
     blocks = 0
     for letter in pattern:
         if letter == "h":
-            layers.append(owner if blocks < 2 else user)
+            layers.append(owner if blocks < distinct else user)
             blocks += 1
         layers.append(mixer)
-    c.assumed.append("two shared blocks in turn, each counted as a layer of its own (the family's default)")
+    c.assumed.append("shared blocks are used in turn, each use a layer of its own; their weights count once")
     return Build(hidden, tuple(layers), tied=c.flag("tie_word_embeddings", default=True, why="the family's default"))
 
 
@@ -905,10 +986,20 @@ FAMILIES: dict[str, Callable[[Fields], Build]] = {
     "qwen3_5_moe_text": qwen3_next,
     "kimi_linear": kimi_linear,
     "minimax": minimax_text,
+    "minimax_text_01": minimax_text,
     "nemotron_h": nemotron_h,
+    "mamba": mamba_only,
     "mamba2": mamba_only,
     "falcon_mamba": mamba_only,
     "jamba": jamba,
     "bamba": bamba,
     "zamba2": zamba2,
 }
+
+DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000},
+    "gemma3_text": {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
+    "qwen3": {"head_dim": 128},
+}
+"""What published configs leave to the family's configuration class (transformers models/*/configuration_*.py)."""

@@ -127,9 +127,8 @@ def layer_activations(instance: Instance, kind: LayerKind, tp: int, micro_batch:
             values += _moe_values(part, hidden, tp)
     tokens = micro_batch * seq_len * (1 + instance.profile.memory_fragmentation)
     everything = ACTIVATION_BYTES * values + statistics
-    return ActivationBytes(
-        tokens * everything, tokens * (everything - core), tokens * ACTIVATION_BYTES * hidden / split
-    )
+    kept_input = min(ACTIVATION_BYTES * hidden / split, everything)  # a layer without parts keeps nothing to begin with
+    return ActivationBytes(tokens * everything, tokens * (everything - core), tokens * kept_input)
 
 
 def _moe_values(part: Moe, hidden: int, tp: int) -> float:

@@ -344,7 +344,8 @@ class SplitSearch:
                     added = (again[middle] - again[start]).sum(axis=1)
                     working = np.where((middle > start).any(axis=1), memory.working, 0)
                     better = undecided & (kept(middle, "full") + working <= spare) & (added < cost)
-                    cost[better], mode[better, k], block[better, k] = added[better], 2, size
+                    cost[better], mode[better, k] = added[better], 2
+                    block[better, k] = np.minimum(size, np.maximum((end - start).max(axis=1), 1))[better]
             alive = cost < INFINITE // 4
             if not alive.all():
                 cuts, extra, mode, block = cuts[alive], extra[alive], mode[alive], block[alive]

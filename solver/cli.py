@@ -7,29 +7,66 @@ imported by the commands that need them, so that help and catalogues start at on
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from shardwise.data.instance import Instance
+    from shardwise.data.plan import Plan
 
 DONE, NO, BAD_INPUT, UNKNOWN = 0, 1, 2, 3
 MAX_PLAN_BYTES = 64_000_000
+LAUNCHERS = ("megatron-core",)
+SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
+
+
+class Commands(TyperGroup):
+    """Every fault of the input is told in words and with its exit code, never as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            for fault in error.faults:
+                complain(fault)
+            ctx.exit(BAD_INPUT)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            ctx.exit(UNKNOWN)
+        except OSError as error:
+            complain(str(error))
+            ctx.exit(BAD_INPUT)
+
+
+class Output(Console):
+    """A console that falls silent when its reader leaves; what was computed keeps its exit code."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Proven hybrid-parallel plans for large language models."
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Proven hybrid-parallel plans for large language models.",
 )
 plan_app = typer.Typer(no_args_is_help=True, help="Find the best plan and prove how good it is.")
 app.add_typer(plan_app, name="plan")
 
-out = Console()
+out = Output()
 err = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
@@ -54,26 +91,20 @@ FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8
 
 
 def main() -> None:
-    """Run a command; every fault of the input is told in words, never as a traceback."""
+    """Run the command line; a terminal that lacks a character shows its escape instead."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except InputError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        err.print("interrupted")
+    except KeyboardInterrupt:  # before or after a command
+        complain("interrupted")
         sys.exit(UNKNOWN)
-    except BrokenPipeError:
-        sys.exit(DONE)
-    except OSError as error:
-        err.print(f"error: {error}", highlight=False, markup=False)
-        sys.exit(BAD_INPUT)
 
 
-def fail(error: InputError) -> NoReturn:
-    """Print every fault and leave with the code for bad input."""
-    for fault in error.faults:
-        err.print(f"error: {fault}", highlight=False, markup=False, soft_wrap=True)
-    sys.exit(BAD_INPUT)
+def complain(fault: str) -> None:
+    """One fault on one line of stderr, whatever characters it holds."""
+    err.print(f"error: {fault}", highlight=False, markup=False, soft_wrap=True)
 
 
 def write(text: str, path: str) -> None:
@@ -81,10 +112,34 @@ def write(text: str, path: str) -> None:
     if path == "-":
         sys.stdout.write(text + "\n")
         return
-    target = Path(path)
-    part = target.with_name(f".{target.name}.part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(target)
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
+        target.write_text(text + "\n", encoding="utf-8")
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def check_outputs(**paths: str | None) -> None:
+    """Refuse outputs that cannot be written before any work is done for them."""
+    faults = []
+    for option, path in paths.items():
+        if path in (None, "-"):
+            continue
+        target = Path(path or "")
+        if not path or target.is_dir():
+            faults.append(f"--{option} {path!r} must be a file")
+        elif not target.absolute().parent.is_dir():
+            faults.append(f"--{option} {path!r}: there is no folder {target.parent}")
+    if list(paths.values()).count("-") > 1:
+        faults.append(f"only one of --{' and --'.join(paths)} can go to stdout")
+    if faults:
+        raise InputError(faults)
 
 
 def write_json(document: Any, path: str | None) -> None:
@@ -92,23 +147,19 @@ def write_json(document: Any, path: str | None) -> None:
         write(json.dumps(document, indent=2), path)
 
 
-def show(path: str | None) -> Console:
-    """Where tables go: nowhere when JSON goes to stdout."""
-    return Console(quiet=True) if path == "-" else out
-
-
-def checked(make: Callable[[], Any]) -> Any:
-    """What `make` returns; a value type's `ValueError` is bad input."""
-    try:
-        return make()
-    except ValueError as error:
-        raise InputError(str(error).split("; ")) from None
+def show(*paths: str | None) -> Console:
+    """Where tables go: nowhere when a file goes to stdout."""
+    return Console(quiet=True) if "-" in paths else out
 
 
 def training(seq_len: int, batch: int, precision: str, optimizer: str, attention: str) -> Any:
+    """The workload, or its faults to be told together with others."""
     from shardwise.data.workload import Training
 
-    return checked(lambda: Training(seq_len, batch, precision, optimizer, attention))  # type: ignore[arg-type]
+    try:
+        return Training(seq_len, batch, precision, optimizer, attention)  # type: ignore[arg-type]
+    except ValueError as error:
+        return InputError(str(error).split("; "))
 
 
 def version(value: bool) -> None:
@@ -150,22 +201,16 @@ def plan_training(
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Plan the training of MODEL on CLUSTER."""
-    workload = gather_training(seq_len, global_batch, precision, optimizer, attention)
-    with progress(quiet) as on_progress:
-        from shardwise.solver.solve import build_instance, solve
+    """Plan the training of MODEL on CLUSTER.
 
-        faults = list(workload.faults) if isinstance(workload, InputError) else []
-        limits = [*(fix or []), *(limit or [])]
-        try:
-            from shardwise.data.workload import Training
+    Exit code 0 with a plan, 1 when it is proven that there is none, 2 for bad input, 3 when the time was too short.
+    """
+    check_outputs(output=output, json=json_path)
+    workload = training(seq_len, global_batch, precision, optimizer, attention)
+    with progress(quiet) as watch:
+        from shardwise.solver.solve import solve
 
-            usable = Training(1, 1) if isinstance(workload, InputError) else workload
-            instance = build_instance(model, cluster, usable, rules=rules, profile=profile, limits=limits)
-        except InputError as error:
-            raise InputError([*faults, *error.faults]) from None
-        if faults:
-            raise InputError(faults)
+        instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
         result = solve(
             instance=instance,
             objective=objective,
@@ -173,32 +218,46 @@ def plan_training(
             workers=workers,
             seed=seed,
             prune=not no_prune,
-            on_progress=on_progress,
+            on_progress=watch.report,
         )
     write_json(result.to_dict(), json_path)
     if output is not None and result.plan is not None:
         write(result.plan.to_json(), output)
     from shardwise.solver.render import show_result
 
-    show_result(show(json_path), instance, result)
-    raise typer.Exit({"OPTIMAL": DONE, "FEASIBLE": DONE, "INFEASIBLE": NO, "UNKNOWN": UNKNOWN}[result.status])
+    show_result(show(json_path, output), instance, result)
+    code = {"OPTIMAL": DONE, "FEASIBLE": DONE, "INFEASIBLE": NO, "UNKNOWN": UNKNOWN}[result.status]
+    # CP-SAT takes Ctrl-C itself and hands back what it has; without a limit nothing else ends a search early.
+    if watch.interrupted or (result.status == "FEASIBLE" and time_limit is None):
+        complain("interrupted; what was found until then is above" if result.plan else "interrupted")
+        code = code if result.status in ("OPTIMAL", "INFEASIBLE") else UNKNOWN
+    raise typer.Exit(code)
 
 
-def gather_training(*arguments: Any) -> Any:
-    """The workload, or its faults to be told together with others."""
+def read_instance(model: Any, cluster: Any, workload: Any, rules: str, profile: str, limits: list[str]) -> Instance:
+    """The instance, or every fault of all its parts, those of the workload among them."""
+    from shardwise.data.workload import Training
+    from shardwise.solver.solve import build_instance
+
+    faults = list(workload.faults) if isinstance(workload, InputError) else []
+    stand_in = Training(1, 1) if isinstance(workload, InputError) else workload
     try:
-        return training(*arguments)
+        instance = build_instance(model, cluster, stand_in, rules=rules, profile=profile, limits=limits)
     except InputError as error:
-        return error
+        raise InputError([*faults, *error.faults]) from None
+    if faults:
+        raise InputError(faults)
+    return instance
 
 
 def progress(quiet: bool) -> Any:
-    from shardwise.solver.progress import progress_line
+    """The watch over a solve."""
+    from shardwise.solver.progress import watching
 
-    return progress_line(err, quiet=quiet)
+    return watching(err, quiet=quiet)
 
 
-def read_plan(path: Path) -> Any:
+def read_plan(path: Path) -> Plan:
     """The plan of a file."""
     from shardwise.data.plan import Plan
 
@@ -206,7 +265,7 @@ def read_plan(path: Path) -> Any:
         if path.stat().st_size > MAX_PLAN_BYTES:
             raise InputError(f"plan {path}: the file is larger than {MAX_PLAN_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError) as error:
         raise InputError(f"plan {path}: cannot be read: {error}") from None
     return Plan.from_json(text)
 
@@ -216,97 +275,111 @@ def evaluate_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
     cluster: Annotated[str | None, typer.Argument(metavar="CLUSTER")] = None,
     plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan.json.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
-    global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
-    precision: PrecisionOption = "bf16",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "flash",
-    rules: RulesOption = "megatron-core",
-    profile: ProfileOption = "megatron-core",
-    tp: Annotated[int, typer.Option("--tp")] = 1,
-    pp: Annotated[int, typer.Option("--pp")] = 1,
-    dp: Annotated[int | None, typer.Option("--dp", help="Default: the devices that are left.")] = None,
-    vpp: Annotated[int, typer.Option("--vpp")] = 1,
-    micro_batch: Annotated[int, typer.Option("--micro-batch")] = 1,
-    zero: Annotated[int, typer.Option("--zero")] = 1,
-    sequence_parallel: Annotated[bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel")] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="bf16 (default), fp16 or fp8.")] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="adamw (default) or sgd.")] = None,
+    attention: Annotated[str | None, typer.Option("--attention", help="flash (default) or unfused.")] = None,
+    rules: Annotated[str | None, typer.Option("--rules", help="megatron-core (default) or free.")] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline stages, default 1.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", help="Replicas, default the devices that are left.")] = None,
+    vpp: Annotated[int | None, typer.Option("--vpp", help="Chunks per stage, default 1.")] = None,
+    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences, default 1.")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage 0 or 1 (default).")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: on where tp > 1.")
+    ] = None,
     stages: Annotated[str | None, typer.Option("--stages", help="Layers per chunk, such as 6,6,6,4.")] = None,
-    recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
-    recompute_layers: Annotated[int | None, typer.Option("--recompute-layers")] = None,
-    rank_order: Annotated[str, typer.Option("--rank-order", help="tp-dp-pp or tp-pp-dp.")] = "tp-dp-pp",
+    recompute: Annotated[str | None, typer.Option("--recompute", help="none (default), selective or full.")] = None,
+    recompute_layers: Annotated[
+        int | None, typer.Option("--recompute-layers", help="Of each chunk with --recompute full, default all.")
+    ] = None,
+    rank_order: Annotated[str | None, typer.Option("--rank-order", help="tp-dp-pp (default) or tp-pp-dp.")] = None,
     fix: FixOption = None,
     limit: LimitOption = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Legality, time and memory of one plan, by part."""
-    from shardwise.data.instance_document import instance_from_document
-    from shardwise.solver.default_plan import plan_from_degrees
-    from shardwise.solver.evaluate import evaluate
-    from shardwise.solver.render import show_assumptions, show_evaluation
+    """Legality, time and memory of one plan, by part.
 
+    Give MODEL, CLUSTER and degrees, or --plan; a plan brings its instance, of which any part can be replaced. Exit code
+    0 for a legal plan that fits, 1 for one that is illegal, does not fit or breaks a limit, 2 for bad input.
+    """
     del quiet  # nothing here takes long enough to report
-    plan = read_plan(plan_path) if plan_path is not None else None
-    if model is None or cluster is None:
-        if plan is None:
-            raise InputError("give MODEL and CLUSTER, or --plan FILE")
-        instance = instance_from_document(plan.instance)
-    else:
-        instance = evaluation_instance(
-            model, cluster, plan, seq_len, global_batch, (precision, optimizer, attention), rules, profile,
-            [*(fix or []), *(limit or [])],
-        )  # fmt: skip
-    if plan is None:
-        from shardwise.data.plan import Degrees
+    check_outputs(json=json_path)
+    plan = None if plan_path is None else read_plan(plan_path)
+    degrees = given(
+        tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel
+    )
+    shape = given(stages=stages, recompute=recompute, recompute_layers=recompute_layers, rank_order=rank_order)
+    if plan is not None and (degrees or shape):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in {**degrees, **shape})
+        raise InputError(f"--plan says all of the plan: leave out {options}")
+    workload = given(
+        seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
+    )
+    packs = given(rules=rules, profile=profile)
+    limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
+    instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
 
-        sp = sequence_parallel if sequence_parallel is not None else tp > 1
-        rest = dp if dp is not None else max(1, instance.cluster.device_count // max(1, tp * pp))
-        degrees = checked(
-            lambda: Degrees(tp=tp, pp=pp, dp=rest, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sp)
-        )
-        plan = checked(
-            lambda: plan_from_degrees(
-                instance,
-                degrees,
-                stages=numbers(stages),
-                recompute=recompute,  # type: ignore[arg-type]
-                recompute_layers=recompute_layers,
-                rank_order=rank_order,  # type: ignore[arg-type]
-            )
-        )
+    from shardwise.solver.default_plan import degrees_from, plan_from_degrees
+    from shardwise.solver.evaluate import evaluate
+    from shardwise.solver.render import show_verdict
+
+    if plan is None:
+        shape["stages"] = numbers(stages)
+        plan = plan_from_degrees(instance, degrees_from(instance, **degrees), **shape)
     result = evaluate(instance, plan)
     write_json(result.to_dict() | {"plan": plan.to_dict()}, json_path)
-    console = show(json_path)
-    console.print(f"[bold]{instance.model.name}[/bold] on {instance.cluster.name}", highlight=False)
-    console.print(f"step time {result.step_time_s:.4f} s", highlight=False)
-    show_evaluation(console, instance, plan, result)
-    show_assumptions(console, instance)
+    show_verdict(show(json_path), instance, plan, result)
     raise typer.Exit(DONE if result.admitted else NO)
 
 
-def evaluation_instance(
-    model: str,
-    cluster: str,
-    plan: Any,
-    seq_len: int | None,
-    global_batch: int | None,
-    kinds: tuple[str, str, str],
-    rules: str,
-    profile: str,
-    limits: list[str],
-) -> Any:
-    """The instance of `evaluate`; sizes that are not given come from the plan's file."""
-    from shardwise.solver.solve import build_instance
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
-    saved = plan.instance.get("workload", {}) if plan is not None and isinstance(plan.instance, dict) else {}
-    length, batch = seq_len or saved.get("seq_len"), global_batch or saved.get("global_batch")
-    missing = [name for name, value in (("--seq-len", length), ("--global-batch", batch)) if value is None]
+
+def evaluated_instance(
+    model: str | None,
+    cluster: str | None,
+    plan: Plan | None,
+    workload: dict[str, Any],
+    packs: dict[str, str],
+    limits: list[str] | None,
+) -> Instance:
+    """What the command says, completed by the instance saved in the plan."""
+    from shardwise.data.instance_document import instance_from_document
+
+    saved = None if plan is None or plan.instance is None else instance_from_document(plan.instance)
+    if saved is not None and not (model or cluster or workload or packs or limits is not None):
+        return saved
+    parts: dict[str, Any] = {"model": model, "cluster": cluster, **{name: workload.get(name) for name in SIZES}}
+    if saved is not None:
+        from dataclasses import asdict
+
+        parts = {"model": saved.model, "cluster": saved.cluster, **asdict(saved.workload)} | given(**parts)
+        packs = {"rules": saved.rules.name, "profile": saved.profile.name} | packs
+        limits = list(saved.limits.text) if limits is None else limits
+    words = {"model": "MODEL", "cluster": "CLUSTER", **SIZES}
+    missing = [word for name, word in words.items() if parts[name] is None]
     if missing:
-        raise InputError([f"{name} is missing" for name in missing])
-    workload = gather_training(length, batch, *kinds)
-    if isinstance(workload, InputError):
-        raise workload
-    return build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
+        where = "" if plan is None else ", which the plan does not hold"
+        raise InputError([f"{name} is missing{where}" for name in missing])
+    kinds = {"precision": "bf16", "optimizer": "adamw", "attention": "flash"}
+    kinds = {name: workload.get(name, parts.get(name, default)) for name, default in kinds.items()}
+    return read_instance(
+        parts["model"],
+        parts["cluster"],
+        training(parts["seq_len"], parts["global_batch"], *kinds.values()),
+        packs.get("rules", "megatron-core"),
+        packs.get("profile", "megatron-core"),
+        limits or [],
+    )
 
 
 def numbers(text: str | None) -> list[int] | None:
@@ -327,24 +400,29 @@ def export_command(
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Launch flags of a plan."""
+    """Launch flags of a plan.
+
+    Exit code 1 when the launcher does not accept the plan.
+    """
     from shardwise.data.instance_document import instance_from_document
     from shardwise.solver.evaluate import evaluate
-    from shardwise.solver.export.megatron import megatron_flags, to_megatron
+    from shardwise.solver.export.megatron import megatron_faults, megatron_flags, to_megatron
 
     del quiet
-    if to != "megatron-core":
-        raise InputError(f"--to {to!r} is unknown; this release writes megatron-core")
+    if to not in LAUNCHERS:
+        raise InputError(f"--to {to!r} is unknown; this release writes {', '.join(LAUNCHERS)}")
+    check_outputs(output=output, json=json_path)
     plan = read_plan(plan_path)
     instance = instance_from_document(plan.instance)
-    faults = evaluate(instance, plan).faults
+    faults = dict.fromkeys((*evaluate(instance, plan).faults, *megatron_faults(instance, plan)))
     if faults:
         for fault in faults:
-            err.print(f"illegal: {fault}", highlight=False, markup=False)
+            complain(f"the plan is not legal for {to}: {fault}")
         raise typer.Exit(NO)
-    write_json({"launcher": to, "flags": megatron_flags(instance, plan)}, json_path)
-    if json_path != "-":
-        write(to_megatron(instance, plan).rstrip("\n"), output or "-")
+    text, flags = to_megatron(instance, plan), megatron_flags(instance, plan)
+    write_json({"launcher": to, "flags": flags}, json_path)
+    if output is not None or json_path != "-":
+        write(text.rstrip("\n"), output or "-")
 
 
 @app.command("catalog")
@@ -358,6 +436,7 @@ def catalog_command(
     from shardwise.solver import catalog
 
     del quiet
+    check_outputs(json=json_path)
     if what not in catalog.SECTIONS:
         raise InputError(f"catalog {what!r} is unknown; known are {', '.join(catalog.SECTIONS)}")
     rows = catalog.SECTIONS[what](name)
@@ -366,5 +445,5 @@ def catalog_command(
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        table.add_row(*("" if value is None else escape(str(value)) for value in row.values()))
     show(json_path).print(table)

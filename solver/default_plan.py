@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
+from shardwise.data.model import MAX_LAYERS
 from shardwise.data.plan import Degrees, Placement, Plan, RankOrder, Recompute, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.data.instance import Instance
+
+MAX_CHUNKS = MAX_LAYERS + 2
+"""More chunks than any model can fill with the ends left empty; a plan of more is refused before it is built."""
+
+
+def degrees_from(
+    instance: Instance,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    vpp: int = 1,
+    micro_batch: int = 1,
+    zero: int = 1,
+    sequence_parallel: bool | None = None,
+) -> Degrees:
+    """Degrees with what is not given filled in.
+
+    Parameters
+    ----------
+    dp
+        Without it, as many replicas as the cluster holds.
+    sequence_parallel
+        Without it, on where there is tensor parallelism.
+
+    Raises
+    ------
+    InputError
+        When a number is out of its range, with every reason.
+    """
+    try:
+        stated = Degrees(tp=tp, pp=pp, dp=1 if dp is None else dp, vpp=vpp, micro_batch=micro_batch, zero=zero)
+        return Degrees(
+            tp=tp,
+            pp=pp,
+            dp=max(1, instance.cluster.device_count // stated.devices) if dp is None else dp,
+            vpp=vpp,
+            micro_batch=micro_batch,
+            zero=zero,
+            sequence_parallel=tp > 1 if sequence_parallel is None else sequence_parallel,
+        )
+    except ValueError as error:
+        raise InputError(str(error).split("; ")) from None
 
 
 def plan_from_degrees(
@@ -37,16 +80,20 @@ def plan_from_degrees(
     InputError
         When the numbers do not make a plan, with every reason.
     """
-    chunks = list(stages) if stages is not None else even_split(len(instance.model.layers), degrees.virtual_stages)
+    layers = len(instance.model.layers)
+    if degrees.virtual_stages > MAX_CHUNKS:
+        raise InputError(
+            f"pp={degrees.pp} x vpp={degrees.vpp} makes {degrees.virtual_stages} chunks of layers={layers}, "
+            f"at most {MAX_CHUNKS} can be evaluated"
+        )
+    chunks = list(stages) if stages is not None else even_split(layers, degrees.virtual_stages)
     faults = []
     if len(chunks) != degrees.virtual_stages:
         faults.append(
             f"stages: {len(chunks)} numbers given, pp={degrees.pp} x vpp={degrees.vpp} asks for one per chunk"
         )
-    if sum(chunks) != len(instance.model.layers) or min(chunks, default=0) < 0:
-        faults.append(
-            f"stages={','.join(map(str, chunks))} must add up to the model's {len(instance.model.layers)} layers"
-        )
+    if sum(chunks) != layers or min(chunks, default=0) < 0:
+        faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {layers} layers")
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
     if faults:
@@ -55,12 +102,15 @@ def plan_from_degrees(
     if recompute == "full":
         block = recompute_layers if recompute_layers is not None else max(*chunks, 1)
     micro_batches = max(1, instance.workload.global_batch // (degrees.micro_batch * degrees.dp))
-    return Plan(
-        degrees,
-        tuple(Stage(tuple(chunks[k :: degrees.pp]), recompute, block) for k in range(degrees.pp)),
-        packed_placement(instance, degrees, rank_order),
-        micro_batches,
-    )
+    try:
+        return Plan(
+            degrees,
+            tuple(Stage(tuple(chunks[k :: degrees.pp]), recompute, block) for k in range(degrees.pp)),
+            packed_placement(instance, degrees, rank_order),
+            micro_batches,
+        )
+    except ValueError as error:
+        raise InputError(str(error).split("; ")) from None
 
 
 def even_split(layers: int, chunks: int) -> list[int]:
@@ -73,12 +123,15 @@ def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder
     """Ranks numbered along the devices: each level takes as much of the faster axes as it holds whole."""
     left = {"tp": degrees.tp, "pp": degrees.pp, "dp": degrees.dp}
     factors: dict[str, list[int]] = {axis: [] for axis in left}
+    axes = rank_order.split("-")
+    if sorted(axes) != sorted(left):
+        raise InputError(f"rank_order={rank_order!r} must be tp-dp-pp or tp-pp-dp")
     block: tuple[int, ...] = ()
     levels = len(instance.levels)
     for level in range(levels):
         room = instance.cluster.capacity(block)
         used = 1
-        for axis in rank_order.split("-"):
+        for axis in axes:
             take = left[axis] if level == levels - 1 else _largest_factor(left[axis], room // used)
             factors[axis].append(take)
             left[axis] //= take
@@ -91,4 +144,4 @@ def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder
 
 def _largest_factor(number: int, room: int) -> int:
     """The largest divisor of `number` that is at most `room`, and at least 1."""
-    return max((gcd(number, n) for n in range(1, max(room, 1) + 1) if number % n == 0), default=1)
+    return max((n for n in range(1, min(number, room) + 1) if number % n == 0), default=1)

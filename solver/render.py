@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from shardwise.data.model import Moe
@@ -25,51 +26,83 @@ MIB = 2**20
 
 def show_result(console: Console, instance: Instance, result: Result) -> None:
     """Everything that `plan training` prints."""
-    console.print(f"[bold]{instance.model.name}[/bold] on {instance.cluster.name}: {result.status}", highlight=False)
-    if result.plan is None or result.evaluation is None or result.value is None:
+    _line(console, f"[bold]{escape(_title(instance))}: {result.status}[/bold]")
+    if result.plan is None or result.evaluation is None or result.value is None or result.bound is None:
         for reason in result.reason:
-            console.print(f"  {reason}", highlight=False, soft_wrap=True)
+            _line(console, f"  {escape(reason)}")
+        show_search(console, result)
         return
-    gap = result.gap or 0.0
-    console.print(
-        f"step time {result.value:.4f} s, no plan is faster than {result.bound:.4f} s (gap {100 * gap:.4f} %)",
-        highlight=False,
+    _line(
+        console,
+        f"step time {result.value:.4f} s, no plan is faster than {result.bound:.4f} s "
+        f"(gap {100 * (result.gap or 0.0):.4f} %)",
     )
     show_evaluation(console, instance, result.plan, result.evaluation)
-    counts = result.report["candidates"]
-    pruned = {name.removeprefix("pruned_by_"): n for name, n in counts.items() if name.startswith("pruned") and n}
-    console.print(
-        f"candidates: {counts['enumerated']} enumerated, "
-        + ", ".join(f"{n} pruned by {name.replace('_', ' ')}" for name, n in pruned.items())
-        + f", {counts['solved']} closed by CP-SAT; {result.report['wall_time_s']:.2f} s",
-        highlight=False,
-        soft_wrap=True,
-    )
+    show_search(console, result)
     for other in result.alternatives[:3]:
-        words = "tie" if other.tie else f"+{100 * (other.value / result.value - 1):.2f} %"
-        console.print(f"also met: {_degrees(other.plan)} ({words})", highlight=False)
+        words = "a tie" if other.tie else f"+{100 * (other.value / result.value - 1):.2f} %"
+        _line(console, f"also met, {words}: {_difference(other.plan, result.plan)}")
     show_assumptions(console, instance)
 
 
+def show_verdict(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
+    """Everything that `evaluate` prints."""
+    verdict = "legal" if evaluation.legal else "illegal"
+    verdict += ", fits" if evaluation.fits else ", does not fit"
+    verdict += ", breaks limits" if evaluation.limit_faults else ""
+    _line(console, f"[bold]{escape(_title(instance))}: {verdict}[/bold]")
+    _line(console, f"step time {evaluation.step_time_s:.4f} s")
+    show_evaluation(console, instance, plan, evaluation)
+    show_assumptions(console, instance)
+
+
+def show_search(console: Console, result: Result) -> None:
+    """The universe, and what became of its candidates."""
+    said, counts = result.report.get("universe", {}), result.report.get("candidates", {})
+    if said:
+        limits = ", ".join(said["limits"]) or "none"
+        _line(
+            console,
+            escape(
+                f"universe: rules {said['rules']}, profile {said['profile']}; schedules {', '.join(said['schedules'])}; "
+                f"zero {', '.join(map(str, said['zero_stages']))}; vpp <= {said['max_vpp']}, micro_batch <= "
+                f"{said['max_micro_batch']}; stages {said['stages']}; recompute {said['recompute']}; placements "
+                f"{said['placements']}; limits {limits}"
+            ),
+        )
+    if counts:
+        pruned = {name.removeprefix("pruned_by_"): n for name, n in counts.items() if name.startswith("pruned") and n}
+        parts = [f"{counts['enumerated']} enumerated"]
+        parts += [f"{n} pruned by {name.replace('_', ' ')}" for name, n in pruned.items()]
+        parts.append(f"{counts['solved']} solved by CP-SAT")
+        _line(console, f"candidates: {', '.join(parts)}; {result.report['wall_time_s']:.2f} s")
+
+
 def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
-    """Degrees, stages, time and memory of a plan."""
-    console.print(
-        f"{_degrees(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}\n"
+    """Degrees, stages, time and memory of a plan, and the rules it breaks."""
+    _line(console, f"{_degrees(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}")
+    _line(
+        console,
         f"{evaluation.tokens_per_s:,.0f} tokens/s ({evaluation.tokens_per_s_per_device:,.0f} per device), model FLOPs "
         f"utilization {100 * evaluation.model_flops_utilization:.1f} %, {evaluation.idle_devices} idle devices",
-        highlight=False,
     )
-    console.print(_stages(plan, evaluation))
-    console.print(_time(evaluation))
-    console.print(_memory(evaluation))
-    console.print(_placement(instance, plan))
-    for fault in (*evaluation.faults, *evaluation.limit_faults):
-        console.print(f"[red]illegal:[/red] {fault}", highlight=False)
+    for table in (
+        _stages(plan, evaluation),
+        _memory(evaluation),
+        _time(evaluation),
+        _placement(instance, plan),
+    ):
+        console.print(table)
+    _line(console, escape(_crossings(instance, plan)))
+    for fault in evaluation.faults:
+        _line(console, f"[red]illegal:[/red] {escape(fault)}")
+    for fault in evaluation.limit_faults:
+        _line(console, f"[red]breaks a limit:[/red] {escape(fault)}")
     if not evaluation.fits:
-        console.print(
-            f"[red]does not fit:[/red] stage {evaluation.worst_stage} needs {evaluation.peak_memory_bytes / GB:.1f} GB, "
-            f"{evaluation.capacity_mib * MIB / GB:.1f} GB usable",
-            highlight=False,
+        _line(
+            console,
+            f"[red]does not fit:[/red] stage {evaluation.worst_stage} needs "
+            f"{evaluation.peak_memory_bytes / GB:.1f} GB, {evaluation.capacity_mib * MIB / GB:.1f} GB usable",
         )
 
 
@@ -79,7 +112,16 @@ def show_assumptions(console: Console, instance: Instance) -> None:
     if any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
         assumed.append("tokens are routed evenly over the experts; ep=1, expert parallelism is not searched yet")
     for line in assumed:
-        console.print(f"assumed: {line}", highlight=False, soft_wrap=True)
+        _line(console, f"assumed: {escape(line)}")
+
+
+def _line(console: Console, text: str) -> None:
+    """A line that the terminal wraps, so that a file or a pipe gets it whole."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _title(instance: Instance) -> str:
+    return f"{instance.model.name} on {instance.cluster.name}"
 
 
 def _degrees(plan: Plan) -> str:
@@ -91,9 +133,25 @@ def _degrees(plan: Plan) -> str:
     )
 
 
+def _difference(other: Plan, best: Plan) -> str:
+    """The degrees of another plan, or what else tells it from the best one."""
+    if other.degrees != best.degrees:
+        return _degrees(other)
+    if other.placement != best.placement:
+        placement = other.placement
+        factors = " ".join(
+            f"{axis}={'x'.join(map(str, placement.factors(axis)))}" for axis in placement.rank_order.split("-")
+        )
+        return f"the same degrees placed {factors}, rank order {placement.rank_order}"
+    return f"the same degrees with stages of {' '.join(map(str, other.chunk_layers))} layers"
+
+
 def _stages(plan: Plan, evaluation: Evaluation) -> Table:
     """Runs of equal stages in one row."""
-    table = Table("stage", "layers", "chunks", "recompute", "memory GB", title="stages", title_justify="left")
+    capacity = evaluation.capacity_mib * MIB / GB
+    table = Table(
+        "stage", "layers", "chunks", "recompute", f"GB of {capacity:.1f}", title="stages", title_justify="left"
+    )
     keyed = [
         (stage.layers, stage.chunks, f"{stage.recompute} {stage.recompute_layers or ''}".strip())
         for stage in plan.stages
@@ -133,12 +191,23 @@ def _memory(evaluation: Evaluation) -> Table:
 
 
 def _placement(instance: Instance, plan: Plan) -> Table:
-    title = f"placement, rank order {plan.placement.rank_order}"
-    table = Table("level", "link", "tp", "pp", "dp", "members used", title=title, title_justify="left")
-    names = instance.cluster.levels
+    p = plan.placement
+    table = Table(
+        *("level", "link", "tp", "pp", "dp", "members used"),
+        title=f"placement, rank order {p.rank_order}",
+        title_justify="left",
+    )
     for level, link in enumerate(instance.levels):
-        p = plan.placement
-        table.add_row(
-            names[level], link.name, str(p.tp[level]), str(p.pp[level]), str(p.dp[level]), str(p.blocks[level])
-        )
+        factors = (str(p.factors(axis)[level]) for axis in ("tp", "pp", "dp"))
+        table.add_row(escape(instance.cluster.levels[level]), escape(link.name), *factors, str(p.blocks[level]))
     return table
+
+
+def _crossings(instance: Instance, plan: Plan) -> str:
+    """Which axis communicates over which level."""
+    names, said = instance.cluster.levels, []
+    for axis in ("tp", "pp", "dp"):
+        crossed = [name for name, factor in zip(names, plan.placement.factors(axis), strict=True) if factor > 1]
+        if crossed:
+            said.append(f"{axis} over {' and '.join(crossed)}")
+    return f"traffic: {', '.join(said) or 'none between devices'}"

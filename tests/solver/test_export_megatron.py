@@ -48,7 +48,7 @@ def test_exported_plans_obey_the_rules_of_megatron(model: str, cluster: str, seq
     instance = build_instance(model, cluster, Training(seq_len, batch))
     plan = solve(instance=instance, workers=1).plan
     assert plan is not None
-    flags = dict(flag.split(" ", 1) if " " in flag else (flag, "") for flag in megatron_flags(instance, plan))
+    flags = {flag.partition(" ")[0]: flag.partition(" ")[2] for flag in megatron_flags(instance, plan)}
     tp, pp = int(flags["--tensor-model-parallel-size"]), int(flags["--pipeline-model-parallel-size"])
     micro_batch, global_batch = int(flags["--micro-batch-size"]), int(flags["--global-batch-size"])
     world = plan.degrees.devices
