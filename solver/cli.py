@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
 
 DONE, NO, BAD_INPUT, UNKNOWN = 0, 1, 2, 3
+INTERRUPTED = 130
+"""How typer exits on Ctrl-C outside a command."""
 MAX_PLAN_BYTES = 64_000_000
 LAUNCHERS = ("megatron-core",)
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
@@ -97,7 +99,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except KeyboardInterrupt:  # before or after a command
+    except SystemExit as end:
+        if end.code != INTERRUPTED:
+            raise
         complain("interrupted")
         sys.exit(UNKNOWN)
 
@@ -326,14 +330,21 @@ def evaluate_command(
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
 
-    from shardwise.solver.default_plan import degrees_from, plan_from_degrees
+    from shardwise.solver.default_plan import broken_rules, degrees_from, plan_from_degrees
     from shardwise.solver.evaluate import evaluate
     from shardwise.solver.render import show_verdict
 
     if plan is None:
         shape["stages"] = numbers(stages)
         plan = plan_from_degrees(instance, degrees_from(instance, **degrees), **shape)
-    result = evaluate(instance, plan)
+    try:
+        result = evaluate(instance, plan)
+    except ZeroDivisionError:  # a degree so illegal that a shard is empty, and has no time
+        faults = broken_rules(instance, plan)
+        write_json({"legal": False, "faults": faults, "plan": plan.to_dict()}, json_path)
+        for fault in faults:
+            complain(f"illegal: {fault}")
+        raise typer.Exit(NO) from None
     write_json(result.to_dict() | {"plan": plan.to_dict()}, json_path)
     show_verdict(show(json_path), instance, plan, result)
     raise typer.Exit(DONE if result.admitted else NO)
@@ -405,7 +416,7 @@ def export_command(
     Exit code 1 when the launcher does not accept the plan.
     """
     from shardwise.data.instance_document import instance_from_document
-    from shardwise.solver.evaluate import evaluate
+    from shardwise.solver.default_plan import broken_rules
     from shardwise.solver.export.megatron import megatron_faults, megatron_flags, to_megatron
 
     del quiet
@@ -414,7 +425,7 @@ def export_command(
     check_outputs(output=output, json=json_path)
     plan = read_plan(plan_path)
     instance = instance_from_document(plan.instance)
-    faults = dict.fromkeys((*evaluate(instance, plan).faults, *megatron_faults(instance, plan)))
+    faults = dict.fromkeys((*broken_rules(instance, plan), *megatron_faults(instance, plan)))
     if faults:
         for fault in faults:
             complain(f"the plan is not legal for {to}: {fault}")

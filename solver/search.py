@@ -96,7 +96,6 @@ class Search:
         self.unit_s = 1.0
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
-        self.closest: tuple[float, str] | None = None
 
     # -- reporting ------------------------------------------------------------------------------------------------
 
