@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.config_fields import Fields
 from shardwise.data.faults import InputError
 from shardwise.data.model import Model, Tensor
-from shardwise.data.model_families import DEFAULTS, FAMILIES, Build
+from shardwise.data.model_families import DEFAULTS, FAMILIES
 from shardwise.data.model_parts import linear, norm
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shardwise.data.family_build import Build
 
 MAX_FILE_BYTES = 10_000_000
 NEEDED = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"

@@ -250,10 +250,10 @@ def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Shar
     """(L1), (L3): projections and chunked scan of a recurrent mixer."""
     tp, hidden = sharding.tp, instance.model.hidden
     if isinstance(part, Mamba):
-        inner, state = part.inner // tp, part.state
+        inner, state = max(part.inner // tp, 1), part.state
         width = 2 * inner + 2 * part.groups * state // tp + (part.heads or 0) // tp
     else:
-        inner = part.value_heads * part.value_dim // tp
+        inner = max(part.value_heads * part.value_dim // tp, 1)
         state = part.key_dim
         width = 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
     total = _matrix(instance, tokens, width, hidden) + _matrix(instance, tokens, hidden, inner)
@@ -265,7 +265,7 @@ def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Shar
 
 def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding, tokens: int) -> _Pass:
     """(L1), (L4): a dense feed-forward part; the activation reads its inputs and writes one output."""
-    width = intermediate // sharding.tp
+    width = max(intermediate // sharding.tp, 1)
     inputs = 2 if gated else 1
     return (
         _matrix(instance, tokens, inputs * width, instance.model.hidden)

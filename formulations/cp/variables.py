@@ -35,7 +35,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """x: which candidate. `order` variables are the channelled degrees."""
+    """x: which candidate, and the degree and placement variables that follow it."""
 
     literals: tuple[cp_model.IntVar, ...]
     degrees: dict[str, cp_model.IntVar]

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.data.cluster_catalog import load_cluster
 from shardwise.data.faults import InputError
+from shardwise.data.instance import Instance
+from shardwise.data.model_catalog import catalog_models, load_model
+from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
+from shardwise.data.rules import FREE
 from shardwise.data.workload import Training
+from shardwise.solver.default_plan import plan_from_degrees
 from shardwise.solver.export.megatron import hybrid_pattern, megatron_flags, pipeline_layout, to_megatron
 from shardwise.solver.solve import build_instance, solve
 
@@ -92,3 +101,237 @@ def test_a_model_that_the_flags_cannot_say_is_refused() -> None:
     assert plan is not None
     with pytest.raises(InputError, match="linear attention"):
         megatron_flags(instance, plan)
+
+
+Flags = dict[str, str]
+
+
+def flags_of(instance: Instance, plan: Plan) -> Flags:
+    return {flag.partition(" ")[0]: flag.partition(" ")[2].strip("'") for flag in megatron_flags(instance, plan)}
+
+
+def number(flags: Flags, name: str, default: int = 0) -> int:
+    return int(flags.get(name, default))
+
+
+def layers_by_stage(flags: Flags) -> list[int]:
+    """Layers of every virtual stage as Megatron-Core reads them."""
+    if "--hybrid-layer-pattern" in flags:
+        return [len(segment) for segment in flags["--hybrid-layer-pattern"].split("|")]
+    if "--pipeline-model-parallel-layout" in flags:
+        stages = parse(flags["--pipeline-model-parallel-layout"])
+        assert stages[0].startswith("E")
+        assert stages[-1].endswith("L")
+        assert "".join(stages).count("E") == "".join(stages).count("L") == 1
+        return [stage.count("t") for stage in stages]
+    return [number(flags, "--num-layers")]
+
+
+def broken_rules(flags: Flags, world: int) -> list[str]:
+    """The rules of Megatron-Core on these flags, from its own checks and by code of its own.
+
+    arguments.py L432, L928, L1002-1028, L1332, L1432; transformer_config.py L1446-1468; moe_layer.py L186 and forward;
+    num_microbatches_calculator.py L381; schedules.py L1157-1180; mamba_mixer.py L250-274.
+    """
+    tp, pp = number(flags, "--tensor-model-parallel-size"), number(flags, "--pipeline-model-parallel-size")
+    if world % (tp * pp):
+        return ["world"]
+    dp, micro = world // (tp * pp), number(flags, "--micro-batch-size")
+    batch, seq = number(flags, "--global-batch-size"), number(flags, "--seq-length")
+    heads = number(flags, "--num-attention-heads")
+    groups = number(flags, "--num-query-groups", heads)
+    stages = layers_by_stage(flags)
+    vpp, rest = divmod(len(stages), pp)
+    micro_batches = batch // (micro * dp)
+    checks = {
+        "batch": batch % (micro * dp) == 0,
+        "heads": heads % tp == 0,
+        "groups": groups % tp == 0 or tp % groups == 0,
+        "widths": all(
+            number(flags, name) % tp == 0
+            for name in ("--ffn-hidden-size", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
+        ),
+        "mamba": number(flags, "--mamba-num-heads") % tp == 0 and number(flags, "--mamba-num-groups") % tp == 0,
+        "stages": rest == 0,
+        "interleaving": vpp == 1 or (pp > 1 and micro_batches % pp == 0),
+        "sequence parallel": "--sequence-parallel" not in flags or (tp > 1 and seq % tp == 0),
+        "experts": "--num-experts" not in flags or tp == 1 or "--sequence-parallel" in flags,
+        "one vpp flag": not {name for name in flags if "virtual" in name},
+        "hybrid": "--hybrid-layer-pattern" not in flags or "--pipeline-model-parallel-layout" not in flags,
+        "gather": "--overlap-param-gather" not in flags
+        or {"--use-distributed-optimizer", "--overlap-grad-reduce"} <= set(flags),
+        "recompute": (flags.get("--recompute-granularity") == "full")
+        == ("--recompute-num-layers" in flags)
+        == ("--recompute-method" in flags),
+        "positions": seq <= number(flags, "--max-position-embeddings"),
+    }
+    return [name for name, holds in checks.items() if not holds]
+
+
+def params_of(flags: Flags) -> int:
+    """Parameters of the model that the flags describe, before the vocabulary is padded."""
+    hidden, heads = number(flags, "--hidden-size"), number(flags, "--num-attention-heads")
+    width, groups = number(flags, "--kv-channels"), number(flags, "--num-query-groups", heads)
+    bias, gated = "--disable-bias-linear" not in flags, "--swiglu" in flags
+    norm = hidden * (2 if flags["--normalization"] == "LayerNorm" else 1)
+
+    def attention() -> int:
+        if "--multi-latent-attention" in flags:
+            key, rope = number(flags, "--qk-head-dim"), number(flags, "--qk-pos-emb-head-dim")
+            value, kv_rank = number(flags, "--v-head-dim"), number(flags, "--kv-lora-rank")
+            rank = number(flags, "--q-lora-rank")
+            queries = hidden * rank + rank + rank * heads * (key + rope) if rank else hidden * heads * (key + rope)
+            keys = hidden * (kv_rank + rope) + kv_rank + kv_rank * heads * (key + value)
+            return queries + keys + heads * value * hidden
+        total = (2 * heads + 2 * groups) * width * hidden
+        total += (heads + 2 * groups) * width * (bias or "--add-qkv-bias" in flags) + hidden * bias
+        return total + 2 * width * ("--qk-layernorm" in flags)
+
+    def mlp(size: int) -> int:
+        inputs = size * (2 if gated else 1)
+        return hidden * (inputs + size) + (inputs + hidden) * bias
+
+    def moe() -> int:
+        experts, shared = number(flags, "--num-experts"), number(flags, "--moe-shared-expert-intermediate-size")
+        total = experts * (mlp(number(flags, "--moe-ffn-hidden-size")) + hidden)
+        total += experts * ("--moe-router-enable-expert-bias" in flags)
+        return total + (mlp(shared) if shared else 0) + hidden * ("--moe-shared-expert-gate" in flags)
+
+    def mamba() -> int:
+        units, size = number(flags, "--mamba-num-heads"), number(flags, "--mamba-head-dim")
+        inner, states = units * size, 2 * number(flags, "--mamba-num-groups") * number(flags, "--mamba-state-dim")
+        return hidden * (2 * inner + states + units) + 5 * (inner + states) + 3 * units + inner + inner * hidden
+
+    dense = number(flags, "--ffn-hidden-size")
+    if "--hybrid-layer-pattern" in flags:
+        letters = flags["--hybrid-layer-pattern"].replace("|", "")
+        by_letter = {"M": mamba, "*": attention, "+": attention, "-": lambda: mlp(dense), "E": moe}
+        total = sum(by_letter[letter]() + norm for letter in letters)
+    else:
+        count = number(flags, "--num-layers")
+        # Data to Megatron-Core too: arguments.py evaluates the pattern after checking its characters.
+        routed = [0] * count
+        if "--moe-layer-freq" in flags:
+            runs = re.findall(r"\[([01])\]\*(\d+)", flags["--moe-layer-freq"])
+            routed = [int(kind) for kind, length in runs for _ in range(int(length))]
+        assert len(routed) == count
+        total = sum(attention() + 2 * norm + (moe() if layer else mlp(dense)) for layer in routed)
+    total += number(flags, "--vocab-size") * hidden * (2 if "--untie-embeddings-and-output-weights" in flags else 1)
+    if flags["--position-embedding-type"] == "learned_absolute":
+        total += number(flags, "--max-position-embeddings") * hidden
+    return total + norm
+
+
+@given(
+    st.integers(2, 8), st.integers(1, 6), st.lists(st.integers(1, 40), min_size=48, max_size=48), st.integers(0, 40),
+    st.integers(0, 40),
+)  # fmt: skip
+def test_chunk_v_of_stage_k_is_stage_v_pp_plus_k_of_the_layout(
+    pp: int, vpp: int, middle: list[int], first: int, last: int
+) -> None:
+    chunks = [first, *middle[: pp * vpp - 2], last]
+    stages = tuple(Stage(tuple(chunks[k::pp])) for k in range(pp))
+    plan = Plan(Degrees(pp=pp, vpp=vpp), stages, Placement((1,), (pp,), (1,)), pp)
+    read = parse(pipeline_layout(plan.chunk_layers))
+    assert len(read) == pp * vpp
+    for k, stage in enumerate(plan.stages):
+        assert tuple(read[v * pp + k].count("t") for v in range(vpp)) == stage.chunks
+
+
+def catalog_exports() -> list[tuple[str, Instance, Plan, Flags]]:
+    """Every catalogue model that can be exported, with a default plan."""
+    cluster, found = load_cluster("dgx-h100:2"), []
+    for entry in catalog_models():
+        instance = Instance(load_model(entry.slug), cluster, Training(1024, 16))
+        plan = plan_from_degrees(instance, Degrees(pp=2, dp=8))
+        with suppress(InputError):
+            found.append((entry.slug, instance, plan, flags_of(instance, plan)))
+    return found
+
+
+def test_the_flags_of_every_catalogue_model_describe_all_its_parameters() -> None:
+    exports = catalog_exports()
+    assert len(exports) > 80
+    for name, instance, plan, flags in exports:
+        assert params_of(flags) == instance.model.params, name
+        assert broken_rules(flags, plan.degrees.devices) == [], name
+        assert layers_by_stage(flags) == list(plan.chunk_layers), name
+
+
+def test_what_no_flag_creates_is_refused_by_name() -> None:
+    cluster = load_cluster("dgx-h100:2")
+    for name, words in {
+        "bloom-560m": "embed_norm.weight",
+        "gemma-2-2b": "4 norms",
+        "gpt-oss-20b": "sinks",
+        "minimax-m2.5": "per head",
+        "llama-4-scout": "layers differ in attention",
+        "jamba-1.5-mini": "no letter",
+    }.items():
+        instance = Instance(load_model(name), cluster, Training(1024, 16))
+        with pytest.raises(InputError, match=words):
+            megatron_flags(instance, plan_from_degrees(instance, Degrees(pp=2, dp=8)))
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "nemotron-h-8b"])
+@pytest.mark.parametrize(
+    ("degrees", "recompute", "layers"),
+    [
+        (Degrees(tp=4, pp=2, dp=2, sequence_parallel=True), "none", None),
+        (Degrees(tp=2, pp=2, dp=4, vpp=2, sequence_parallel=True), "selective", None),
+        (Degrees(tp=1, pp=1, dp=16, zero=0), "full", 5),
+        (Degrees(tp=8, pp=2, dp=1, zero=0, sequence_parallel=True), "full", None),
+    ],
+)
+def test_default_plans_export_to_legal_flags(
+    model: str, degrees: Degrees, recompute: Recompute, layers: int | None
+) -> None:
+    instance = Instance(load_model(model), load_cluster("dgx-h100:2"), Training(1024, 16))
+    plan = plan_from_degrees(instance, degrees, recompute=recompute, recompute_layers=layers, rank_order="tp-pp-dp")
+    flags = flags_of(instance, plan)
+    assert broken_rules(flags, 16) == []
+    assert layers_by_stage(flags) == list(plan.chunk_layers)
+    assert ("--use-distributed-optimizer" in flags) == (degrees.zero == 1)
+    assert ("--overlap-grad-reduce" in flags) == (degrees.dp > 1)
+    assert ("--use-tp-pp-dp-mapping" in flags) == (plan.placement.rank_order == "tp-pp-dp")
+    if recompute == "full":
+        assert number(flags, "--recompute-num-layers") == plan.stages[0].recompute_layers
+    elif recompute == "selective":
+        assert flags["--recompute-modules"] == "core_attn"
+
+
+def test_plans_that_megatron_does_not_accept_are_refused() -> None:
+    free = Instance(load_model("llama-3.1-8b"), load_cluster("dgx-h100:2"), Training(1024, 16), rules=FREE)
+    plan = plan_from_degrees(free, Degrees(tp=2, pp=2, dp=4, sequence_parallel=True))
+    mixed = replace(plan, stages=(replace(plan.stages[0], recompute="selective"), plan.stages[1]))
+    with pytest.raises(InputError, match="one recompute setting"):
+        megatron_flags(free, mixed)
+    apart = replace(plan, placement=Placement((1, 2), (2, 1), (4, 1)))
+    with pytest.raises(InputError, match="not reached by"):
+        megatron_flags(free, apart)
+    experts = Instance(load_model("mixtral-8x7b"), load_cluster("dgx-h100:2"), Training(1024, 16))
+    with pytest.raises(InputError, match="needs sequence_parallel=true"):
+        megatron_flags(experts, plan_from_degrees(experts, Degrees(tp=2, pp=2, dp=4)))
+
+
+def test_the_text_is_one_shell_command_of_the_same_flags() -> None:
+    for name in ("llama-3.1-8b", "deepseek-v3", "nemotron-h-8b"):
+        instance = Instance(load_model(name), load_cluster("dgx-h100:2"), Training(1024, 16))
+        plan = plan_from_degrees(instance, Degrees(tp=2, pp=2, dp=4, sequence_parallel=True))
+        text = to_megatron(instance, plan)
+        words = shlex.split(text.replace("\\\n", ""), comments=True)
+        assert words[:2] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun"]
+        script = next(word for word in words if word.endswith(".py"))
+        assert script == ("pretrain_hybrid.py" if name.startswith("nemotron") else "pretrain_gpt.py")
+        assert words[words.index(script) + 1 :] == shlex.split(" ".join(megatron_flags(instance, plan)))
+        assert not re.search(r"/(home|work|tmp|root)/", text)
+
+
+def test_a_plan_of_one_stage_needs_no_layout() -> None:
+    instance = Instance(load_model("llama-3.1-8b"), load_cluster("dgx-h100:1"), Training(1024, 16))
+    plan = plan_from_degrees(instance, Degrees(dp=8))
+    flags = flags_of(instance, plan)
+    assert "--pipeline-model-parallel-layout" not in flags
+    assert flags["--num-layers"] == "32"
+    assert "--nnodes 1" in to_megatron(instance, plan)
+    assert "--node-rank" not in to_megatron(instance, plan)
