@@ -101,6 +101,11 @@ def _kind_faults(kind: LayerKind, tp: int) -> Iterable[str]:
             yield f"tp={tp} does not divide mamba n_groups={mixer.groups}"
         if mixer.inner % tp:
             yield f"tp={tp} does not divide mamba inner size={mixer.inner}"
+        if mixer.heads is not None and mixer.heads % mixer.groups:
+            yield f"mamba n_groups={mixer.groups} does not divide mamba_num_heads={mixer.heads}"
+        width = 2 * mixer.inner + 2 * mixer.groups * mixer.state + (mixer.heads or 0)
+        if mixer.heads is not None and width % 16:
+            yield f"mamba input projection of width {width} is not a multiple of 16"
     if isinstance(ffn, Mlp | Moe) and ffn.intermediate % tp:
         name = "moe_intermediate_size" if isinstance(ffn, Moe) else "intermediate_size"
         yield f"tp={tp} does not divide {name}={ffn.intermediate}"

@@ -106,6 +106,13 @@ def work_bound_s(
     return np.asarray(np.maximum(np.where(v == 1, single, interleaved), whole))
 
 
+def last_chunk_layers(incumbent_s: float, layer_s: npt.ArrayLike, layers: int) -> Floats:
+    """n of (B3): layers of `layer_s` seconds each that fit into the incumbent; all of them when a layer takes no time."""
+    seconds = np.asarray(layer_s, dtype=np.float64)
+    fitting = np.floor(incumbent_s / np.where(seconds > 0, seconds, 1.0))
+    return np.where(seconds > 0, np.minimum(fitting, layers), float(layers))
+
+
 @dataclass(frozen=True)
 class GridBounds:
     """Bounds of all rows of a grid: `lower_s` in seconds, and whether (B1) leaves a plan at all."""
@@ -137,7 +144,8 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * exposed * hops, 0.0)
     last_chunk = np.full(len(grid), float(layers))
     if incumbent_s is not None:
-        last_chunk = np.minimum(np.floor(incumbent_s / (grid.micro_batches * fastest)), layers)
+        most = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
+        last_chunk = np.asarray(most, dtype=np.float64)
     repeated = _repeated(best, grid, last_chunk)
     lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated)
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s

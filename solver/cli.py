@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -21,6 +23,8 @@ from typer.core import TyperGroup
 from shardwise.data.faults import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
 
@@ -274,6 +278,49 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(text)
 
 
+def saved_instance(document: Any) -> Instance:
+    """The instance saved in a plan. Whoever edited the file is told of a field of the wrong type by its name."""
+    from shardwise.data.instance_document import instance_from_document
+
+    try:
+        instance = instance_from_document(document)
+    except OverflowError as error:
+        raise InputError(f"plan.instance cannot be read: {error}") from None
+    faults = list(dict.fromkeys(mistyped(instance.model, type(instance.model), "plan.instance.model")))
+    if faults:
+        raise InputError(faults)
+    return instance
+
+
+def mistyped(value: Any, hint: Any, name: str, least: int = 1) -> Iterator[str]:
+    """Every field below `value` that is not what its annotation says, or not a size."""
+    from shardwise.data.model import MAX_SIZE
+
+    options = get_args(hint)
+    if isinstance(hint, UnionType):
+        mine = [option for option in options if isinstance(value, get_origin(option) or option)]
+        if mine:
+            yield from mistyped(value, mine[0], name, least)
+        else:
+            yield f"{name}={value!r:.40} must be {hint}"
+    elif get_origin(hint) is tuple:
+        seen = {id(item): (item, index) for index, item in reversed(list(enumerate(value)))}
+        for item, index in seen.values():
+            yield from mistyped(item, options[0], f"{name}[{index}]", least)
+    elif get_origin(hint) is Literal:
+        if not isinstance(value, str | int) or value not in options:
+            yield f"{name}={value!r:.40} must be one of {', '.join(map(str, options))}"
+    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        yield f"{name}={value!r:.40} must be {hint.__name__}"
+    elif hint is int and not least <= value <= MAX_SIZE:
+        yield f"{name}={value!r:.40} must be between {least} and 2^40"
+    elif is_dataclass(value):
+        hints = get_type_hints(type(value))
+        for field in fields(value):
+            lowest = 0 if field.default == 0 else 1
+            yield from mistyped(getattr(value, field.name), hints[field.name], f"{name}.{field.name}", lowest)
+
+
 @app.command("evaluate")
 def evaluate_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
@@ -364,15 +411,11 @@ def evaluated_instance(
     limits: list[str] | None,
 ) -> Instance:
     """What the command says, completed by the instance saved in the plan."""
-    from shardwise.data.instance_document import instance_from_document
-
-    saved = None if plan is None or plan.instance is None else instance_from_document(plan.instance)
+    saved = None if plan is None or plan.instance is None else saved_instance(plan.instance)
     if saved is not None and not (model or cluster or workload or packs or limits is not None):
         return saved
     parts: dict[str, Any] = {"model": model, "cluster": cluster, **{name: workload.get(name) for name in SIZES}}
     if saved is not None:
-        from dataclasses import asdict
-
         parts = {"model": saved.model, "cluster": saved.cluster, **asdict(saved.workload)} | given(**parts)
         packs = {"rules": saved.rules.name, "profile": saved.profile.name} | packs
         limits = list(saved.limits.text) if limits is None else limits
@@ -415,7 +458,6 @@ def export_command(
 
     Exit code 1 when the launcher does not accept the plan.
     """
-    from shardwise.data.instance_document import instance_from_document
     from shardwise.solver.default_plan import broken_rules
     from shardwise.solver.export.megatron import megatron_faults, megatron_flags, to_megatron
 
@@ -424,7 +466,7 @@ def export_command(
         raise InputError(f"--to {to!r} is unknown; this release writes {', '.join(LAUNCHERS)}")
     check_outputs(output=output, json=json_path)
     plan = read_plan(plan_path)
-    instance = instance_from_document(plan.instance)
+    instance = saved_instance(plan.instance)
     faults = dict.fromkeys((*broken_rules(instance, plan), *megatron_faults(instance, plan)))
     if faults:
         for fault in faults:

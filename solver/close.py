@@ -1,8 +1,9 @@
 """Close the open candidates with CP-SAT, and settle which of several equal optima is returned.
 
 Among plans of equal integer step time the one returned is, in this order: of the first candidate in the tie order
-(`Candidate.tie_key`); with the fewest recomputed layers; with the smallest largest chunk; with the most layers in the
-earliest chunks. The order does not depend on the number of workers.
+(`Candidate.tie_key`); with the fewest recomputed layers, then the smallest settings; with the smallest largest chunk;
+with the most layers in the earliest chunks, then the smallest settings there. The order does not depend on the number
+of workers.
 """
 
 from __future__ import annotations

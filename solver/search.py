@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, work_bound_s
+from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, work_bound_s
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp.variables import Option
@@ -321,7 +321,7 @@ class Search:
         work = (work + time_s.embedding_busy + time_s.head_busy) / m
         assert self.incumbent is not None
         fastest = min(time_s.busy) / m
-        last = min(len(instance.model.layers), self.incumbent.evaluation.step_time_s / (m * fastest))
+        last = last_chunk_layers(self.incumbent.evaluation.step_time_s, m * fastest, len(instance.model.layers))
         bound = work_bound_s(work, sum(time_s.transfers) / m, fastest, m, d.pp, d.vpp, len(instance.model.layers), last)
         return float(bound) + time_s.overhead
 
