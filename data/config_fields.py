@@ -12,6 +12,14 @@ STAND_IN = 1
 """What a faulty field reads as, so that the fields after it are checked too; the description is refused at the end."""
 
 
+def shown(value: object) -> str:
+    """A value as an error shows it: short, and never failing itself."""
+    try:
+        return repr(value)[:80]
+    except ValueError:  # sys.set_int_max_str_digits: no text for thousands of digits
+        return f"a {type(value).__name__} too large to show"
+
+
 class Fields:
     """The fields of one configuration object. `faults` and `assumed` fill up as fields are read."""
 
@@ -19,6 +27,7 @@ class Fields:
         self.raw, self.where = raw, where
         self.faults: list[str] = []
         self.assumed: list[str] = []
+        self.unsound: set[str] = set()
 
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
@@ -28,8 +37,8 @@ class Fields:
         return next((name for name in names if self.has(name)), names[0])
 
     def fault(self, name: str, rule: str) -> None:
-        value = repr(self.raw.get(name))
-        self.faults.append(f"{self.where}{name}={value[:80]} {rule}")
+        self.unsound.add(name)
+        self.faults.append(f"{self.where}{name}={shown(self.raw.get(name))} {rule}")
 
     def integer(
         self, *names: str, default: int | None = None, why: str = "", least: int = 1, most: int = MAX_FIELD
@@ -39,6 +48,7 @@ class Fields:
         value = self.raw.get(name)
         if value is None:
             if default is None:
+                self.unsound.add(name)
                 self.faults.append(f"{self.where}{name} is missing: a whole number of at least {least} is needed")
                 return max(least, STAND_IN)
             if why:
@@ -81,13 +91,15 @@ class Fields:
             return None
         unknown = [item for item in value[:layers] if not isinstance(item, str | int) or item not in allowed]
         if unknown:
-            shown = repr(unknown[0])[:80]
-            self.faults.append(f"{self.where}{name} holds {shown}; known are {', '.join(map(str, allowed))}")
+            self.faults.append(
+                f"{self.where}{name} holds {shown(unknown[0])}; known are {', '.join(map(str, allowed))}"
+            )
             return None
         return value[:layers]
 
     def divisible(self, name: str, value: int, divisor_name: str, divisor: int) -> None:
-        if divisor and value % divisor:
+        """Fault a value that is not a multiple, unless either field is at fault already."""
+        if value % divisor and not self.unsound & {name, divisor_name}:
             self.faults.append(f"{self.where}{name}={value} is not a multiple of {divisor_name}={divisor}")
 
     def nested(self, name: str) -> Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.data.model import MAX_LAYERS
 from shardwise.data.model_parts import (
     Norm,
     attention,
@@ -44,9 +45,10 @@ def llama_like(
     hidden, layers = c.integer("hidden_size"), c.layers()
     heads = head_sizes(c, hidden)
     intermediate = c.integer("intermediate_size")
-    attention_bias = c.raw.get("attention_bias")
-    has_bias = bias or attention_bias is True or attention_bias == "qkv"
-    has_out_bias = out_bias if out_bias is not None else attention_bias is True
+    qkv_only = c.raw.get("attention_bias") == "qkv"  # as catalogue rows write it
+    attention_bias = not qkv_only and c.flag("attention_bias", default=False)
+    has_bias = bias or qkv_only or attention_bias
+    has_out_bias = out_bias if out_bias is not None else attention_bias
     mlp_bias = c.flag("mlp_bias", default=False)
     every = windows(c, layers, (pattern * layers)[:layers] if pattern else None) if windowed else [None] * layers
     kinds = Kinds()
@@ -91,6 +93,16 @@ def qwen3(c: Fields) -> Build:
     return llama_like(c, qk_norm="head", windowed=False)
 
 
+def glm(c: Fields) -> Build:
+    """GLM-4 (transformers models/glm): biases, if any, on queries, keys and values only."""
+    return llama_like(c, out_bias=False, windowed=False)
+
+
+def glm4(c: Fields) -> Build:
+    """GLM-4-0414 (transformers models/glm4): a norm after each part too."""
+    return llama_like(c, out_bias=False, post_norms=True, windowed=False)
+
+
 def mimo(c: Fields) -> Build:
     return llama_like(c, bias=True, out_bias=False, windowed=False, mtp=True)
 
@@ -104,7 +116,8 @@ def gemma2(c: Fields) -> Build:
 
 
 def gemma3(c: Fields) -> Build:
-    return llama_like(c, post_norms=True, qk_norm="head", tied=True, pattern="SSSSSF")
+    period = c.integer("sliding_window_pattern", default=6, most=MAX_LAYERS)
+    return llama_like(c, post_norms=True, qk_norm="head", tied=True, pattern="S" * (period - 1) + "F")
 
 
 def nemotron(c: Fields) -> Build:

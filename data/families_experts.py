@@ -28,6 +28,7 @@ from shardwise.data.family_build import (
     Build,
     Kinds,
     head_sizes,
+    marked_layers,
     windows,
 )
 
@@ -45,7 +46,7 @@ def experts_of(
     """The routed and shared experts of a config."""
     experts = c.integer("n_routed_experts", "num_local_experts", "num_experts")
     top_k = c.integer("num_experts_per_tok", "num_experts_per_token", "experts_per_tok", "top_k_experts")
-    if top_k > experts:
+    if top_k > experts and not c.unsound:
         c.faults.append(f"{c.where}num_experts_per_tok={top_k} exceeds the number of experts={experts}")
     intermediate = c.integer("moe_intermediate_size", "intermediate_size")
     if shared is None:
@@ -70,7 +71,7 @@ def experts_of(
 
 
 def sparse_layers(c: Fields, layers: int) -> list[bool]:
-    """Which layers have experts: `first_k_dense_replace`, `moe_layer_freq`, `mlp_layer_types`, or all."""
+    """Which layers have experts, by a list of all layers, or by the number of dense ones and a step; else all."""
     frequency = c.raw.get("moe_layer_freq")
     if isinstance(frequency, list):
         found = c.per_layer("moe_layer_freq", layers, (0, 1))
@@ -79,7 +80,14 @@ def sparse_layers(c: Fields, layers: int) -> list[bool]:
     if types is not None:
         return [item == "sparse" for item in types]
     dense = c.integer("first_k_dense_replace", default=0, least=0, most=layers)
-    return [index >= dense for index in range(layers)]
+    # Qwen counts its steps from layer 1, DeepSeek from layer 0 (transformers models/qwen3_moe, models/deepseek_v2).
+    step = c.integer("decoder_sparse_step", default=1)
+    every = c.integer("moe_layer_freq", default=1)
+    listed = marked_layers(c, "mlp_only_layers", layers, "-") or "M" * layers
+    return [
+        index >= dense and (index + 1) % step == 0 and index % every == 0 and listed[index] != "-"
+        for index in range(layers)
+    ]
 
 
 def moe_transformer(
@@ -94,7 +102,7 @@ def moe_transformer(
     gate: Literal["element", "head"] | None = None,
     pattern: str | None = None,
     windowed: bool = False,
-    shared: int | None = None,
+    shared_gate: bool = False,
     extra: Callable[[int], tuple[Tensor, ...]] | None = None,
 ) -> Build:
     """Softmax attention with experts in all layers, or in all but the first few."""
@@ -102,7 +110,7 @@ def moe_transformer(
     heads = head_sizes(c, hidden)
     sparse = sparse_layers(c, layers)
     every = windows(c, layers, pattern) if windowed else [None] * layers
-    experts = experts_of(c, hidden, router_bias=router_bias, bias=expert_bias, shared=shared)
+    experts = experts_of(c, hidden, router_bias=router_bias, bias=expert_bias, shared_gate=shared_gate)
     intermediate = 0
     if not all(sparse):
         intermediate = c.integer("dense_intermediate_size", "intermediate_size")
@@ -145,6 +153,10 @@ def mixtral(c: Fields) -> Build:
 
 def qwen3_moe(c: Fields) -> Build:
     return moe_transformer(c, qk_norm="head")
+
+
+def qwen2_moe(c: Fields) -> Build:
+    return moe_transformer(c, bias=True, shared_gate=True)
 
 
 def glm4_moe(c: Fields) -> Build:
@@ -321,6 +333,7 @@ def deepseek_v4(c: Fields) -> Build:
     heads, width = c.integer("num_attention_heads"), c.integer("head_dim")
     q_rank, o_rank = c.integer("q_lora_rank"), c.integer("o_lora_rank")
     groups, window = c.integer("o_groups"), c.integer("sliding_window")
+    c.divisible("num_attention_heads", heads, "o_groups", groups)
     index_heads, index_dim = c.integer("index_n_heads"), c.integer("index_head_dim")
     ratios = c.raw.get("compress_ratios")
     if not isinstance(ratios, list) or len(ratios) < layers:

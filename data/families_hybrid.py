@@ -31,6 +31,7 @@ from shardwise.data.family_build import (
     Kinds,
     head_sizes,
     letters,
+    marked_layers,
 )
 
 
@@ -46,6 +47,7 @@ def qwen3_next(c: Fields) -> Build:
         c.integer("linear_value_head_dim"),
         c.integer("linear_conv_kernel_dim"),
     )
+    c.divisible("linear_num_value_heads", part.value_heads, "linear_num_key_heads", part.key_heads)
     interval = c.integer("full_attention_interval", default=4)
     types = c.per_layer("layer_types", layers, ("linear_attention", "full_attention")) or [
         "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)
@@ -146,18 +148,6 @@ def hybrid_pattern(c: Fields, allowed: str, layers: int | None = None, derived: 
     return letters(c, name, allowed, layers) or allowed[0]
 
 
-def marked_layers(c: Fields, name: str, layers: int, letter: str) -> str | None:
-    """A pattern of M with `letter` at the layer numbers listed under `name`; None when the field is absent."""
-    numbers = c.raw.get(name)
-    if numbers is None:
-        return None
-    if not isinstance(numbers, list) or not all(type(i) is int and 0 <= i < layers for i in numbers):
-        c.fault(name, f"must be a list of layer numbers from 0 to {layers - 1}")
-        return None
-    marked = set(numbers)
-    return "".join(letter if i in marked else "M" for i in range(layers))
-
-
 def dt_rank(c: Fields, name: str, hidden: int) -> int:
     """Rank of Mamba-1's time step; configs write "auto" for the default."""
     if c.raw.get(name) == "auto":
@@ -167,14 +157,18 @@ def dt_rank(c: Fields, name: str, hidden: int) -> int:
 
 def mamba2_of(c: Fields) -> Mamba:
     """Sizes of a Mamba-2 mixer."""
-    heads = c.integer("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    heads_name = c.first("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    groups_name = c.first("n_groups", "mamba_n_groups")
+    heads = c.integer(heads_name)
+    groups = c.integer(groups_name, default=1, why="the family's default")
+    c.divisible(heads_name, heads, groups_name, groups)
     width = c.integer("mamba_head_dim", "mamba_d_head", "mamba_headdim")
     return Mamba(
         2,
         heads * width,
         c.integer("ssm_state_size", "mamba_d_state", "state_size"),
         c.integer("conv_kernel", "mamba_d_conv", default=4, why="the family's default"),
-        c.integer("n_groups", "mamba_n_groups", default=1, why="the family's default"),
+        groups,
         heads,
     )
 

@@ -88,6 +88,18 @@ def letters(c: Fields, name: str, allowed: str, layers: int | None = None) -> st
     return value
 
 
+def marked_layers(c: Fields, name: str, layers: int, letter: str) -> str | None:
+    """A pattern of M with `letter` at the layer numbers listed under `name`; None when the field is absent."""
+    numbers = c.raw.get(name)
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(type(i) is int and 0 <= i < layers for i in numbers):
+        c.fault(name, f"must be a list of layer numbers from 0 to {layers - 1}")
+        return None
+    marked = set(numbers)
+    return "".join(letter if i in marked else "M" for i in range(layers))
+
+
 class Kinds:
     """Layers built once per distinct set of choices, so that equal layers are one object."""
 

@@ -6,7 +6,7 @@ import json
 import os.path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.config_fields import Fields
+from shardwise.data.config_fields import Fields, shown
 from shardwise.data.faults import InputError
 from shardwise.data.model import Model, Tensor
 from shardwise.data.model_families import DEFAULTS, FAMILIES
@@ -57,8 +57,8 @@ def model_from_config(raw: Any, name: str, *, source: str = "") -> Model:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise InputError(
-            f"model {name}: model_type={kind!r} is unknown. Known are {', '.join(sorted(FAMILIES))}. A family like "
-            f"Llama needs {NEEDED}; set model_type to the family it is built like"
+            f"model {name}: model_type={shown(kind)} is unknown. Known are {', '.join(sorted(FAMILIES))}. A family "
+            f"like Llama needs {NEEDED}; set model_type to the family it is built like"
         )
     fields = Fields(config, f"model {name}: ")
     fields.assumed = assumed

@@ -23,6 +23,9 @@ from shardwise.data.hf_config import model_from_config, read_hf_config
 if TYPE_CHECKING:
     from shardwise.data.model import Model
 
+LONGEST_NAME = 200
+"""Longer names are cut in errors."""
+
 SIZE_TOLERANCE = 0.05
 """A stated size further off than this from the shapes is reported: shapes are trusted, stated sizes are not."""
 
@@ -136,8 +139,10 @@ def load_model(name: str) -> Model:
     if plain in _configs():
         return _shipped(_configs()[plain])
     names = {entry.slug: None for entry in catalog_models()}
+    names |= {slug_of(stem.split("--")[-1]): None for stem in _configs().values()}
+    name = name[:LONGEST_NAME]
     close = difflib.get_close_matches(slug_of(name), names, n=4, cutoff=0.4)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
+    hint = f". Did you mean {', '.join(close)}?" if close else "."
     raise InputError(
         f"model {name!r} is neither a file nor in the catalogue{hint} `shardwise catalog models` lists all"
     )
