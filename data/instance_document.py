@@ -25,7 +25,7 @@ from shardwise.data.model import (
     Moe,
     Tensor,
 )
-from shardwise.data.profile import load_profile
+from shardwise.data.profile import Profile
 from shardwise.data.rules import load_rules
 from shardwise.data.workload import Training
 
@@ -39,7 +39,7 @@ def instance_document(instance: Instance) -> dict[str, Any]:
         "cluster": write_cluster_toml(instance.cluster),
         "workload": asdict(instance.workload),
         "rules": instance.rules.name,
-        "profile": instance.profile.name,
+        "profile": asdict(instance.profile),
         "limits": list(instance.limits.text),
     }
 
@@ -60,7 +60,7 @@ def instance_from_document(document: Any) -> Instance:
             cluster=parse_cluster_toml(document["cluster"], "plan.instance.cluster"),
             workload=Training(**document["workload"]),
             rules=load_rules(document["rules"]),
-            profile=load_profile(document["profile"]),
+            profile=Profile(**document["profile"]),
             limits=parse_limits(document["limits"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

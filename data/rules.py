@@ -32,7 +32,7 @@ class Rules:
     uniform_recompute: bool
     linear_ranks: bool
     interleave_group_is_pp: bool
-    sequence_parallel_needs_tp: bool
+    experts_need_sequence_parallel: bool
     max_vpp: int = 16
     max_micro_batch: int = 32
 
@@ -46,7 +46,7 @@ MEGATRON_CORE = Rules(
     uniform_recompute=True,
     linear_ranks=True,
     interleave_group_is_pp=True,
-    sequence_parallel_needs_tp=True,
+    experts_need_sequence_parallel=True,
 )
 FREE = Rules(
     name="free",
@@ -57,7 +57,7 @@ FREE = Rules(
     uniform_recompute=False,
     linear_ranks=False,
     interleave_group_is_pp=True,
-    sequence_parallel_needs_tp=True,
+    experts_need_sequence_parallel=False,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
 
@@ -111,6 +111,14 @@ def _kind_faults(kind: LayerKind, tp: int) -> Iterable[str]:
         yield f"tp={tp} does not divide {name}={ffn.intermediate}"
     if isinstance(ffn, Moe) and ffn.shared_intermediate % tp:
         yield f"tp={tp} does not divide shared_expert_intermediate_size={ffn.shared_intermediate}"
+
+
+def expert_faults(rules: Rules, model: Model, tp: int, sequence_parallel: bool) -> list[str]:
+    """Megatron refuses to train experts with tensor but without sequence parallelism (core/transformer/moe/moe_layer.py)."""
+    experts = any(isinstance(kind.ffn, Moe) for kind in model.kinds)
+    if rules.experts_need_sequence_parallel and experts and tp > 1 and not sequence_parallel:
+        return [f"tp={tp} with experts needs sequence_parallel=true"]
+    return []
 
 
 def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:
@@ -200,6 +208,7 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     """Every rule that `plan` breaks."""
     d = plan.degrees
     faults = tensor_faults(model, d.tp, d.sequence_parallel, seq_len)
+    faults += expert_faults(rules, model, d.tp, d.sequence_parallel)
     faults += pipeline_faults(rules, len(model.layers), d.pp, d.vpp)
     faults += batch_faults(rules, global_batch, d.micro_batch, d.dp)
     if plan.micro_batches * d.micro_batch * d.dp != global_batch:

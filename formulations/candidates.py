@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.plan import Degrees, Placement
-from shardwise.data.rules import is_linear, pipeline_faults, tensor_faults
+from shardwise.data.rules import expert_faults, is_linear, pipeline_faults, tensor_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +114,8 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
             if not limits.admits("sequence_parallel", int(sequence_parallel)):
                 continue
             if tensor_faults(instance.model, tp, sequence_parallel, workload.seq_len):
+                continue
+            if expert_faults(rules, instance.model, tp, sequence_parallel):
                 continue
             for zero in rules.zero_stages:
                 if limits.admits("zero", zero):

@@ -377,21 +377,14 @@ def evaluate_command(
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
 
-    from shardwise.solver.default_plan import broken_rules, degrees_from, plan_from_degrees
+    from shardwise.solver.default_plan import degrees_from, plan_from_degrees
     from shardwise.solver.evaluate import evaluate
     from shardwise.solver.render import show_verdict
 
     if plan is None:
         shape["stages"] = numbers(stages)
         plan = plan_from_degrees(instance, degrees_from(instance, **degrees), **shape)
-    try:
-        result = evaluate(instance, plan)
-    except ZeroDivisionError:  # a degree so illegal that a shard is empty, and has no time
-        faults = broken_rules(instance, plan)
-        write_json({"legal": False, "faults": faults, "plan": plan.to_dict()}, json_path)
-        for fault in faults:
-            complain(f"illegal: {fault}")
-        raise typer.Exit(NO) from None
+    result = evaluate(instance, plan)
     write_json(result.to_dict() | {"plan": plan.to_dict()}, json_path)
     show_verdict(show(json_path), instance, plan, result)
     raise typer.Exit(DONE if result.admitted else NO)
@@ -458,7 +451,7 @@ def export_command(
 
     Exit code 1 when the launcher does not accept the plan.
     """
-    from shardwise.solver.default_plan import broken_rules
+    from shardwise.solver.evaluate import broken_rules
     from shardwise.solver.export.megatron import megatron_faults, megatron_flags, to_megatron
 
     del quiet

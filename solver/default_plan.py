@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS
 from shardwise.data.plan import Degrees, Placement, Plan, RankOrder, Recompute, Stage
-from shardwise.data.rules import plan_faults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,20 +111,6 @@ def plan_from_degrees(
         )
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
-
-
-def broken_rules(instance: Instance, plan: Plan) -> list[str]:
-    """Every rule that a plan breaks, for plans that `evaluate` has no numbers for too."""
-    workload, blocks = instance.workload, plan.placement.blocks
-    faults = plan_faults(instance.rules, instance.model, workload.seq_len, workload.global_batch, plan)
-    if len(blocks) != len(instance.levels):
-        return [*faults, f"placement has {len(blocks)} levels, the cluster has {len(instance.levels)}"]
-    for level, used in enumerate(blocks):
-        room = instance.cluster.capacity(blocks[:level])
-        if used > room:
-            name = instance.cluster.levels[level]
-            return [*faults, f"placement needs {used} members of level {name}, the cluster has {room}"]
-    return faults
 
 
 def even_split(layers: int, chunks: int) -> list[int]:

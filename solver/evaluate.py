@@ -165,7 +165,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         stages=stages,
         memory_mib=tuple(_stage_mib(tables, plan, k) for k in range(plan.degrees.pp)),
         capacity_mib=tables.capacity_mib,
-        faults=tuple(_faults(instance, plan)),
+        faults=tuple(broken_rules(instance, plan)),
         limit_faults=tuple(_limit_faults(instance, plan)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / devices,
@@ -190,7 +190,7 @@ def judge(instance: Instance, plan: Plan, unit_s: float) -> Verdict:
     admitted = (
         all(_stage_mib(tables, plan, k) <= tables.capacity_mib for k in range(plan.degrees.pp))
         and not _limit_faults(instance, plan)
-        and not _faults(instance, plan)
+        and not broken_rules(instance, plan)
     )
     return Verdict(admitted, _objective_units(instance, plan, tables, unit_s))
 
@@ -226,19 +226,15 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
     return faults
 
 
-def _faults(instance: Instance, plan: Plan) -> list[str]:
-    """Rules of the pack, and whether the placement exists on the cluster."""
-    workload = instance.workload
+def broken_rules(instance: Instance, plan: Plan) -> list[str]:
+    """Every rule of the pack that a plan breaks, and whether its placement exists on the cluster."""
+    workload, blocks = instance.workload, plan.placement.blocks
     faults = plan_faults(instance.rules, instance.model, workload.seq_len, workload.global_batch, plan)
-    blocks = plan.placement.blocks
     for level, used in enumerate(blocks):
-        capacity = instance.cluster.capacity(blocks[:level])
-        if used > capacity:
-            faults.append(
-                f"placement needs {used} members of level {level} with blocks {blocks[:level]}, "
-                f"cluster {instance.cluster.name} has {capacity}"
-            )
-            break
+        room = instance.cluster.capacity(blocks[:level])
+        if used > room:
+            members = f"placement needs {used} members of level {level} with blocks {blocks[:level]}"
+            return [*faults, f"{members}, cluster {instance.cluster.name} has {room}"]
     return faults
 
 

@@ -221,7 +221,7 @@ def _bound_s(search: Search, closed: bool) -> float:
     bound = (units - search.rounding_units) * search.unit_s
     if not closed and search.unopened_bound_s is not None:
         bound = min(bound, search.unopened_bound_s)
-    return min(bound, search.incumbent.evaluation.step_time_s)
+    return max(0.0, min(bound, search.incumbent.evaluation.step_time_s))
 
 
 def universe(instance: Instance) -> dict[str, Any]:

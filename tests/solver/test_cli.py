@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.data.plan import Plan
+from shardwise.solver.cli import app
 
 TRAINING = ("--seq-len", "4096", "--global-batch", "64")
 
@@ -283,3 +285,195 @@ def test_evaluate_many_answers_every_row() -> None:
     assert "tp=3 does not divide" in reasons[1]
     assert "nope" in reasons[2]
     assert "tp=1.5 must be a whole number" in reasons[3]
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """The command inside this process: its exit code and all that it prints; any exception is a failure."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+SMALL = ("llama-3.1-8b", "dgx-h100:1", *TRAINING)
+
+
+def test_a_plan_brings_its_instance_and_every_part_can_be_replaced(plan_file: Path) -> None:
+    plan = str(plan_file)
+    assert invoke("evaluate", "--plan", plan)[0] == 0
+    code, text = invoke("evaluate", "--plan", plan, "--global-batch", "128")
+    assert code == 1
+    assert "is not global_batch=128" in text
+    code, text = invoke("evaluate", "--plan", plan, "--limit", "devices<=1")
+    assert code == 1
+    assert "breaks a limit: devices=" in text
+    assert "llama-3.1-8b on dgx-h100:4" in invoke("evaluate", "llama-3.1-8b", "dgx-h100:4", "--plan", plan)[1]
+    code, text = invoke("evaluate", "--plan", plan, "--tp", "2", "--stages", "32")
+    assert code == 2
+    assert "leave out --tp, --stages" in text
+    code, text = invoke("evaluate", "--plan", plan, "--seq-len", "0")
+    assert code == 2
+    assert "workload.seq_len=0" in text
+
+
+def test_what_is_missing_is_named_all_at_once() -> None:
+    code, text = invoke("evaluate", "llama-3.1-8b", "--tp", "2")
+    assert code == 2
+    for name in ("CLUSTER", "--seq-len", "--global-batch"):
+        assert f"{name} is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--pp", "1048576", "--vpp", "1048576"), 2, "chunks of layers=32"),
+        (("--tp", "1048576"), 1, "tp=1048576 does not divide num_attention_heads=32"),
+        (("--zero", "3"), 2, "degrees.zero=3 must be 0 or 1"),
+        (("--recompute", "some"), 2, "recompute='some'"),
+        (("--rank-order", "pp-first"), 2, "rank_order='pp-first'"),
+        (("--stages", "16,16"), 2, "2 numbers given"),
+        (("--stages", "-1,33", "--pp", "2"), 2, "must add up to the model's 32 layers"),
+        (("--recompute-layers", "2"), 2, "needs recompute=full"),
+        (("--limit", "tp>=2"), 1, "tp=1 breaks the limit tp>=2"),
+        (("--limit", "memory_gb<=1"), 1, "does not fit"),
+        (("--dp", "16"), 1, "placement needs 16 members"),
+    ],
+)
+def test_evaluate_tells_no_from_bad_input(options: tuple[str, ...], code: int, words: str) -> None:
+    found, text = invoke("evaluate", *SMALL, *options)
+    assert found == code, text
+    assert words in text.replace("\n", " ")
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path) -> None:
+    for path in ("", str(tmp_path), str(tmp_path / "missing" / "plan.json")):
+        code, text = invoke("plan", "training", "no-such-model", "dgx-h100:1", *TRAINING, "-o", path)
+        assert code == 2
+        assert f"--output {path!r}" in text
+    code, text = invoke("plan", "training", *SMALL, "-o", "-", "--json", "-")
+    assert code == 2
+    assert "only one of --output and --json" in text
+
+
+def test_a_device_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert invoke("evaluate", *SMALL, "--json", str(link))[0] == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["legal"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+    if Path("/dev/null").is_char_device():
+        assert invoke("evaluate", *SMALL, "--json", "/dev/null")[0] == 0
+        assert Path("/dev/null").is_char_device()
+
+
+def test_a_full_disk_is_told_in_words() -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no device that is always full")
+    code, text = invoke("evaluate", *SMALL, "--json", "/dev/full")
+    assert code == 2
+    assert "No space left" in text
+
+
+def test_interrupts_end_in_words_and_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.solver.solve.solve", interrupted)
+    code, text = invoke("plan", "training", *SMALL)
+    assert code == 3
+    assert "interrupted" in text
+
+
+def test_a_time_limit_too_short_for_any_plan_is_code_3() -> None:
+    code, text = invoke("plan", "training", "llama-3.1-405b", "dgx-h100:256", *TRAINING, "--time-limit", "1e-9")
+    assert code == 3
+    assert "UNKNOWN" in text
+    assert "time limit" in text
+
+
+def test_export_tells_an_illegal_plan_from_a_broken_file(plan_file: Path, tmp_path: Path) -> None:
+    code, text = invoke("export", str(plan_file), "--to", "megatron-core")
+    assert code == 0
+    assert "torchrun" in text
+    out = tmp_path / "launch.sh"
+    assert invoke("export", str(plan_file), "--to", "megatron-core", "-o", str(out), "--json", "-")[0] == 0
+    assert out.read_text().startswith("# llama-3.1-8b")
+    assert invoke("export", str(plan_file), "--to", "deepspeed")[0] == 2
+    document = json.loads(plan_file.read_text())
+    document["micro_batches"] += 1
+    broken = tmp_path / "plan.json"
+    broken.write_text(json.dumps(document))
+    code, text = invoke("export", str(broken), "--to", "megatron-core")
+    assert code == 1
+    assert "not legal for megatron-core" in text
+    del document["instance"]
+    broken.write_text(json.dumps(document))
+    assert invoke("export", str(broken), "--to", "megatron-core")[0] == 2
+
+
+def test_markup_in_names_is_printed_as_it_is(tmp_path: Path, plan_file: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    document["instance"]["model"]["name"] = "[/red]odd[bold]"
+    odd = tmp_path / "plan.json"
+    odd.write_text(json.dumps(document))
+    code, text = invoke("evaluate", "--plan", str(odd))
+    assert code == 0
+    assert "[/red]odd[bold] on dgx-h100:2" in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"version": 1}', "[" * 100_000, "\x00", '{"version": 1e999}']
+)
+def test_a_plan_file_that_is_none_is_bad_input(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    for command in (("evaluate", "--plan", str(path)), ("export", str(path), "--to", "megatron-core")):
+        code, text = invoke(*command)
+        assert code == 2
+        assert text.startswith("error: plan")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_mutated_plan_file_is_evaluated_or_refused(plan_file: Path, data: st.DataObject) -> None:
+    document = json.loads(plan_file.read_text())
+    target: Any = document
+    while isinstance(target, dict | list) and target:
+        key = data.draw(
+            st.sampled_from(sorted(target)) if isinstance(target, dict) else st.integers(0, len(target) - 1)
+        )
+        if data.draw(st.integers(0, 3)) == 0 or not isinstance(target[key], dict | list):
+            target[key] = data.draw(values)
+            break
+        target = target[key]
+    mutated = plan_file.with_name("mutated.json")
+    mutated.write_text(json.dumps(document))
+    assert invoke("evaluate", "--plan", str(mutated))[0] in (0, 1, 2)
+    assert invoke("export", str(mutated), "--to", "megatron-core")[0] in (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("kinds", 0, "mixer", "kv_heads"), None, "mixer.kv_heads=None must be int"),
+        (("kinds", 0, "mixer", "heads"), 0, "mixer.heads=0 must be between 1 and 2^40"),
+        (("kinds", 0, "tensors", 0, "name"), 7, "name=7 must be str"),
+        (("norm",), "batchnorm", "norm='batchnorm' must be one of rmsnorm, layernorm"),
+        (("tied",), "yes", "tied='yes' must be bool"),
+        (("max_positions",), "x", "max_positions='x' must be int | None"),
+    ],
+)
+def test_a_mistyped_field_of_a_saved_model_is_named(
+    path: tuple[str | int, ...], value: object, words: str, plan_file: Path, tmp_path: Path
+) -> None:
+    document = json.loads(plan_file.read_text())
+    target: Any = document["instance"]["model"]
+    for step in path[:-1]:
+        target = target[step]
+    target[path[-1]] = value
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(document))
+    code, text = invoke("evaluate", "--plan", str(file))
+    assert code == 2
+    assert words in text

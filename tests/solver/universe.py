@@ -358,9 +358,15 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
             for zero, sp in itertools.product((0, 1), (False, True)):
                 if sp and (tp == 1 or instance.workload.seq_len % tp):
                     continue
+                if not sp and tp > 1 and instance.rules.name == "megatron-core" and has_experts(instance):
+                    continue
                 degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp)
                 if within_limits(instance, degrees):
                     yield degrees, micro_batches
+
+
+def has_experts(instance: Instance) -> bool:
+    return any(hasattr(kind.ffn, "experts") for kind in instance.model.layers)
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:

@@ -1,0 +1,231 @@
+"""The public Python names: what they load, what they return, and what they say about bad input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import pytest
+
+import shardwise as sw
+from shardwise.data.rules import is_linear
+from shardwise.solver.default_plan import degrees_from, plan_from_degrees
+from shardwise.solver.progress import FINAL, Watch
+from shardwise.solver.search import TimeUpError
+
+if TYPE_CHECKING:
+    from shardwise.data.plan import RankOrder
+
+CONTRACT = """
+import shardwise as sw
+result = sw.solve(model="llama-3.1-70b", cluster="dgx-h100:8", workload=sw.Training(seq_len=8192, global_batch=1024),
+                  limits=["pp<=8"], objective="step-time", time_limit_s=60, on_progress=print)
+result.status
+result.plan.degrees.tp, result.plan.stages[0].layers, result.plan.placement, result.plan.to_json()
+result.value, result.bound, result.gap, result.unit
+result.report
+"""
+
+
+@lru_cache(maxsize=8)
+def instance(model: str = "llama-3.1-8b", cluster: str = "dgx-h100:1") -> sw.Instance:
+    return sw.build_instance(model, cluster, sw.Training(4096, 64))
+
+
+def test_the_example_of_the_contract_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, sw.Result] = {}
+    exec(CONTRACT, names)
+    result = names["result"]
+    assert result.status == "OPTIMAL"
+    assert result.value is not None
+    assert result.bound is not None
+    assert result.gap is not None
+    assert result.bound <= result.value
+    assert 0 <= result.gap < 1e-5
+    assert result.unit == "s"
+    assert {"universe", "candidates", "wall_time_s", "versions", "seed"} <= set(result.report)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed
+    assert all("incumbent" in line and "bound" in line for line in printed)
+
+
+def test_every_public_name_loads_and_no_other_does() -> None:
+    assert all(getattr(sw, name) is not None for name in sw.__all__)
+    assert set(sw.__all__) <= set(dir(sw))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        sw.no_such_name  # noqa: B018
+
+
+def loaded_after(code: str, *suspects: str) -> list[str]:
+    """Which of the modules `suspects` a fresh interpreter holds after `code`."""
+    ending = f"\nprint('loaded', *sorted(set({suspects!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}{ending}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_after("import shardwise", "pandas", "ortools", "pydantic", "numpy", "rich", "typer") == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "training", "--help"], ["catalog", "clusters"]])
+def test_commands_that_do_not_solve_do_not_load_the_solver(arguments: list[str]) -> None:
+    code = f"from shardwise.solver.cli import app\ntry:\n    app({arguments!r})\n"
+    code += "except SystemExit as end:\n    assert not end.code"
+    assert loaded_after(code, "pandas", "ortools", "numpy") == []
+
+
+def test_faults_of_all_parts_come_together() -> None:
+    with pytest.raises(sw.InputError) as caught:
+        sw.build_instance("no-such-model", "no-such-cluster", sw.Training(1, 1), rules="x", profile="y", limits=["z"])
+    assert len(caught.value.faults) == 5
+    assert all(fault in str(caught.value) for fault in caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [({"tp": 0}, "degrees.tp=0"), ({"zero": 3}, "degrees.zero=3"), ({"vpp": 2**30}, "degrees.vpp"), ({"dp": -1}, "degrees.dp")],
+)  # fmt: skip
+def test_default_degrees_name_what_is_out_of_range(degrees: dict[str, int], words: str) -> None:
+    with pytest.raises(sw.InputError, match=words):
+        degrees_from(instance(), **degrees)  # type: ignore[arg-type]
+
+
+def test_default_degrees_use_the_devices_that_are_left() -> None:
+    found = degrees_from(instance(), tp=2)
+    assert (found.tp, found.dp, found.sequence_parallel) == (2, 4, True)
+    assert not degrees_from(instance()).sequence_parallel
+    assert not degrees_from(instance(), tp=2, sequence_parallel=False).sequence_parallel
+
+
+def test_default_stages_are_even_where_they_can_be_and_larger_first_elsewhere() -> None:
+    even = plan_from_degrees(instance(), sw.Degrees(pp=4, dp=2))
+    assert even.chunk_layers == (8, 8, 8, 8)
+    uneven = plan_from_degrees(instance(), sw.Degrees(pp=3, dp=2))
+    assert uneven.chunk_layers == (11, 11, 10)
+    given = plan_from_degrees(instance(), sw.Degrees(pp=2, vpp=2, dp=4), stages=[9, 8, 8, 7])
+    assert [stage.chunks for stage in given.stages] == [(9, 8), (8, 7)]
+
+
+@pytest.mark.parametrize("order", ["tp-dp-pp", "tp-pp-dp"])
+@pytest.mark.parametrize("shape", [(8, 2, 2), (4, 2, 4), (2, 4, 4), (1, 4, 8), (4, 3, 2), (16, 1, 2), (3, 2, 5)])
+def test_default_placements_pack_ranks_along_the_devices(order: RankOrder, shape: tuple[int, int, int]) -> None:
+    two_levels = instance(cluster="dgx-h100:4")
+    tp, pp, dp = shape
+    plan = plan_from_degrees(two_levels, sw.Degrees(tp=tp, pp=pp, dp=dp), rank_order=order)
+    assert is_linear(plan.placement)
+    assert plan.placement.blocks[0] <= 8
+    assert plan.placement.rank_order == order
+
+
+def test_interrupting_keeps_the_incumbent_and_its_bound() -> None:
+    watch, phases = Watch(None), []
+
+    def stop_once_there_is_a_plan(progress: sw.Progress) -> None:
+        phases.append(progress.phase)
+        watch.interrupted = progress.incumbent_s is not None
+        watch.report(progress)
+
+    result = sw.solve(
+        "llama-3.1-70b", "dgx-h100:8", sw.Training(8192, 512), workers=1, on_progress=stop_once_there_is_a_plan
+    )
+    assert phases[-1] in FINAL
+    assert result.status == "FEASIBLE"
+    assert result.plan is not None
+    assert result.bound is not None
+    assert result.value is not None
+    assert result.bound <= result.value
+
+
+def test_an_interrupted_watch_ends_the_search_but_not_its_last_report() -> None:
+    watch = Watch(None)
+    watch.interrupted = True
+    watch.report(sw.Progress("FEASIBLE", 1.0, 0.5, 3, 0.1))
+    with pytest.raises(TimeUpError):
+        watch.report(sw.Progress("pruning", 1.0, 0.5, 3, 0.1))
+
+
+ROW = {"model": "llama-3.1-8b", "cluster": "dgx-h100:1", "seq_len": 4096, "global_batch": 64}
+
+
+def test_evaluate_many_agrees_with_evaluate() -> None:
+    table = pd.DataFrame([ROW | {"tp": tp, "pp": pp, "recompute": mode} for tp, pp, mode in
+                          [(2, 1, "none"), (4, 2, "selective"), (8, 1, "full"), (1, 2, "full")]], index=[7, 7, 8, 9])  # fmt: skip
+    before = table.copy()
+    out = sw.evaluate_many(table)
+    pd.testing.assert_frame_equal(table, before)
+    assert list(out.index) == [7, 7, 8, 9]
+    for (_, row), found in zip(table.iterrows(), out.itertuples(), strict=True):
+        degrees = degrees_from(instance(), tp=row["tp"], pp=row["pp"])
+        expected = sw.evaluate(instance(), plan_from_degrees(instance(), degrees, recompute=row["recompute"]))
+        assert found.step_time_s == expected.step_time_s
+        assert found.peak_memory_gb == expected.peak_memory_bytes / 1e9
+        assert (found.legal, found.fits) == (expected.legal, expected.fits)
+        assert bool(found.reason) != expected.admitted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_len": None}, "column seq_len is missing or empty"),
+        ({"model": float("nan")}, "column model is missing or empty"),
+        ({"tp": float("inf")}, "tp=inf must be a whole number"),
+        ({"tp": "four"}, "tp='four' must be a whole number"),
+        ({"tp": 2.5, "pp": True}, "tp=2.5 must be a whole number; pp=True must be a whole number"),
+        ({"seq_len": -1}, "workload.seq_len=-1"),
+        ({"precision": "int3"}, "workload.precision='int3'"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"recompute": "none", "recompute_layers": 3}, "recompute_layers=3 needs recompute=full"),
+        ({"sequence_parallel": "perhaps"}, "sequence_parallel='perhaps' must be true or false"),
+        ({"model": 5}, "model '5'"),
+        ({"cluster": "dgx-h100:0"}, "nodes=0"),
+        ({"rules": "none"}, "rules='none'"),
+        ({"pp": 2**20, "vpp": 2**20}, "chunks"),
+    ],
+)
+def test_a_bad_row_has_no_numbers_and_says_why(change: dict[str, object], words: str) -> None:
+    out = sw.evaluate_many(pd.DataFrame([ROW, ROW | change], dtype=object))
+    good, bad = out.iloc[0], out.iloc[1]
+    assert good["step_time_s"] > 0
+    assert good["reason"] == ""
+    assert words in bad["reason"]
+    for name in ("step_time_s", "tokens_per_s_per_device", "peak_memory_gb", "legal", "fits"):
+        assert pd.isna(bad[name])
+
+
+def test_evaluate_many_says_which_rule_and_how_much_memory() -> None:
+    out = sw.evaluate_many(
+        pd.DataFrame([ROW | {"tp": 3, "dp": 2}, ROW | {"model": "llama-3.1-405b", "tp": 8}, ROW | {"tp": 2**20}])
+    )
+    assert "tp=3 does not divide num_attention_heads=32" in out["reason"][0]
+    assert "GB usable" in out["reason"][1]
+    assert list(out["legal"]) == [False, True, False]
+    assert not out["fits"][1]
+    assert "tp=1048576 does not divide" in out["reason"][2]
+
+
+def test_evaluate_many_takes_an_empty_table_and_refuses_what_is_none() -> None:
+    out = sw.evaluate_many(pd.DataFrame(columns=list(ROW)))
+    assert len(out) == 0
+    assert out["step_time_s"].dtype == "float64"
+    assert out["legal"].dtype == "boolean"
+    with pytest.raises(sw.InputError, match="DataFrame"):
+        sw.evaluate_many([ROW])  # type: ignore[arg-type]
+    with pytest.raises(sw.InputError, match="tp more than once"):
+        sw.evaluate_many(pd.DataFrame([[1, 2]], columns=["tp", "tp"]))
+
+
+def test_a_plan_survives_its_json_with_the_instance() -> None:
+    plan = plan_from_degrees(instance(), sw.Degrees(tp=2, pp=2, dp=2, sequence_parallel=True), recompute="full")
+    again = sw.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert sw.evaluate(instance(), again) == sw.evaluate(instance(), plan)
+    with pytest.raises(sw.InputError, match="version=2"):
+        sw.Plan.from_dict(plan.to_dict() | {"version": 2})
+    with pytest.raises(ValueError, match="pp=2"):
+        replace(plan, stages=plan.stages[:1])
