@@ -25,7 +25,7 @@ from shardwise.data.model import (
     Moe,
     Tensor,
 )
-from shardwise.data.profile import Profile
+from shardwise.data.profile import saved_profile
 from shardwise.data.rules import load_rules
 from shardwise.data.workload import Training
 
@@ -60,7 +60,7 @@ def instance_from_document(document: Any) -> Instance:
             cluster=parse_cluster_toml(document["cluster"], "plan.instance.cluster"),
             workload=Training(**document["workload"]),
             rules=load_rules(document["rules"]),
-            profile=Profile(**document["profile"]),
+            profile=saved_profile(document["profile"]),
             limits=parse_limits(document["limits"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

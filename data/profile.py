@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwise.data.faults import InputError
 
 MAX_FILE_BYTES = 1_000_000
+MAX_CONSTANT = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ def profile_document(name: str) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"profile {name}: not TOML: {error}") from None
+
+
+def saved_profile(document: object) -> Profile:
+    """A profile from its name and constants, as a plan file keeps them; raises `InputError` naming each that is off."""
+    if not isinstance(document, dict):
+        raise InputError(f"plan.instance.profile={document!r} must be an object of constants")
+    faults = [f"plan.instance.profile.{key} is unknown" for key in document if key not in (*CONSTANTS, "name")]
+    for key in CONSTANTS:
+        value = document.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_CONSTANT:
+            faults.append(f"plan.instance.profile.{key}={value!r} must be a number from 0 to 1e18")
+    if faults or document["bucket_bytes"] <= 0:
+        raise InputError(faults or ["plan.instance.profile.bucket_bytes=0 must be positive"])
+    return Profile(str(document.get("name", "saved")), **{key: float(document[key]) for key in CONSTANTS})
 
 
 def profile_from(document: dict[str, object], name: str) -> Profile:

@@ -385,6 +385,9 @@ def divides(instance: Instance, tp: int) -> bool:
                 return False
         if isinstance(mixer, Mamba):
             sizes += [mixer.inner] if mixer.heads is None else [mixer.inner, mixer.heads, mixer.groups]
+            width = 2 * mixer.inner + 2 * mixer.groups * mixer.state + (mixer.heads or 0)
+            if mixer.heads is not None and (mixer.heads % mixer.groups or width % 16):
+                return False
         if isinstance(ffn, Mlp | Moe):
             sizes.append(ffn.intermediate)
         if isinstance(ffn, Moe):
