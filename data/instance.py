@@ -60,7 +60,7 @@ class Instance:
             )
         faults += [
             f"limit on {name} excludes {name}=1, the only value searched so far"
-            for name in ("cp", "ep", "etp")
+            for name in ("cp", "ep", "dp_replicate")
             if 1 not in self.limits.range(name)
         ]
         if faults:

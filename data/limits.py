@@ -17,7 +17,20 @@ from shardwise.data.faults import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-INTEGER_VARIABLES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch", "zero", "sequence_parallel", "devices")
+INTEGER_VARIABLES = (
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "etp",
+    "vpp",
+    "micro_batch",
+    "zero",
+    "dp_replicate",
+    "sequence_parallel",
+    "devices",
+)
 RECOMPUTE_MODES = ("none", "selective", "full")
 ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
 MAX_VALUE = 2**31

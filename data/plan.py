@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardwise.data.faults import InputError
 
@@ -14,16 +14,30 @@ MAX_FILE_BYTES = 64_000_000
 MAX_DEGREE = 2**20
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["1f1b", "interleaved-1f1b"]
+Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v"]
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
 AXES = ("tp", "pp", "dp")
-"""The axes that a placement spreads over the levels of the cluster."""
+"""The axes that the search spreads over the levels of the cluster; `cp` is placed between tp and dp where it is given."""
+
+PLACED = (*AXES, "cp")
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+BY_VPP: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b")
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ways each axis splits. `cp`, `ep` and `etp` are 1 until their axes are searched."""
+    """How many ways each axis splits.
+
+    zero
+        What is sharded over data parallelism: 1 optimizer states, 2 gradients too, 3 weights too (FSDP).
+    dp_replicate
+        Groups that each hold a whole copy (HSDP, or a distributed optimizer within groups): ZeRO shards over
+        `dp_shard` = dp / dp_replicate ranks and the groups all-reduce among each other.
+    ep, etp
+        Experts are spread `ep` ways and each split `etp` ways within the tp x cp x dp ranks of a stage
+        (Megatron core/parallel_state.py); an `etp` of 0 becomes tp, Megatron's default.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -34,29 +48,45 @@ class Degrees:
     sequence_parallel: bool = False
     cp: int = 1
     ep: int = 1
-    etp: int = 1
+    etp: int = 0
+    dp_replicate: int = 1
 
     def __post_init__(self) -> None:
+        counts = ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp", "dp_replicate")
+        if self.etp == 0 and not isinstance(self.etp, bool):
+            object.__setattr__(self, "etp", self.tp)
         faults = [
             f"degrees.{name}={getattr(self, name)!r} must be a whole number between 1 and {MAX_DEGREE}"
-            for name in ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp")
+            for name in counts
             if not _is_count(getattr(self, name), 1)
         ]
-        faults += [
-            f"degrees.{name}={getattr(self, name)} is not searched or evaluated yet: only {name}=1"
-            for name in ("cp", "ep", "etp")
-            if _is_count(getattr(self, name), 2)
-        ]
-        if self.zero not in (0, 1) or isinstance(self.zero, bool):
-            faults.append(f"degrees.zero={self.zero!r} must be 0 or 1")
+        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
+            faults.append(f"degrees.zero={self.zero!r} must be 0, 1, 2 or 3")
         if not isinstance(self.sequence_parallel, bool):
             faults.append(f"degrees.sequence_parallel={self.sequence_parallel!r} must be true or false")
+        if not faults:
+            if self.dp % self.dp_replicate:
+                faults.append(f"degrees.dp_replicate={self.dp_replicate} does not divide dp={self.dp}")
+            if self.tp * self.cp * self.dp % (self.ep * self.etp):
+                faults.append(
+                    f"degrees: ep={self.ep} x etp={self.etp} does not divide tp x cp x dp = {self.tp * self.cp * self.dp}"
+                )
         if faults:
             raise ValueError("; ".join(faults))
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that hold the same experts (Megatron core/parallel_state.py)."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def dp_shard(self) -> int:
+        """Data-parallel ranks that share one copy under ZeRO."""
+        return self.dp // self.dp_replicate
 
     @property
     def virtual_stages(self) -> int:
@@ -110,22 +140,26 @@ class Placement:
     pp: tuple[int, ...]
     dp: tuple[int, ...]
     rank_order: RankOrder = "tp-dp-pp"
+    cp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not len(self.tp) == len(self.pp) == len(self.dp) > 0:
-            raise ValueError(f"placement: tp={self.tp}, pp={self.pp}, dp={self.dp} must have one factor per level each")
-        if not all(_is_count(f, 1) for f in (*self.tp, *self.pp, *self.dp)):
-            raise ValueError(f"placement: tp={self.tp}, pp={self.pp}, dp={self.dp} must be whole numbers of at least 1")
+        if not self.cp:
+            object.__setattr__(self, "cp", (1,) * len(self.tp))
+        stated = f"placement: tp={self.tp}, cp={self.cp}, pp={self.pp}, dp={self.dp}"
+        if not len(self.tp) == len(self.pp) == len(self.dp) == len(self.cp) > 0:
+            raise ValueError(f"{stated} must have one factor per level each")
+        if not all(_is_count(f, 1) for f in (*self.tp, *self.cp, *self.pp, *self.dp)):
+            raise ValueError(f"{stated} must be whole numbers of at least 1")
         if self.rank_order not in ("tp-dp-pp", "tp-pp-dp"):
             raise ValueError(f"placement.rank_order={self.rank_order!r} must be tp-dp-pp or tp-pp-dp")
 
     def factors(self, axis: str) -> tuple[int, ...]:
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}[axis]
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}[axis]
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """Members used at each level, innermost first."""
-        return tuple(t * p * d for t, p, d in zip(self.tp, self.pp, self.dp, strict=True))
+        return tuple(t * c * p * d for t, c, p, d in zip(self.tp, self.cp, self.pp, self.dp, strict=True))
 
     def crossing_level(self, rank: int) -> int:
         """The level whose link joins pipeline rank `rank` to `rank + 1`."""
@@ -139,17 +173,28 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user runs. `instance` and `evaluation` are the documents saved beside it, when there are any."""
+    """What a user runs.
+
+    `schedule` is 1F1B, interleaved with `vpp` > 1, where it is not said. `instance` and `evaluation` are the documents
+    saved beside it, when there are any.
+    """
 
     degrees: Degrees
     stages: tuple[Stage, ...]
     placement: Placement
     micro_batches: int
+    schedule: Schedule = field(default="", kw_only=True)  # type: ignore[arg-type]
     instance: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     evaluation: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         faults = []
+        if not self.schedule:
+            object.__setattr__(self, "schedule", self.degrees.schedule)
+        elif self.schedule not in SCHEDULES:
+            faults.append(f"plan.schedule={self.schedule!r} must be one of {', '.join(SCHEDULES)}")
+        elif (self.schedule == "1f1b") != (self.degrees.schedule == "1f1b") and self.schedule in BY_VPP:
+            faults.append(f"plan.schedule={self.schedule} does not go with vpp={self.degrees.vpp}")
         if len(self.stages) != self.degrees.pp:
             faults.append(f"plan.stages: {len(self.stages)} stages given, pp={self.degrees.pp}")
         if any(len(stage.chunks) != self.degrees.vpp for stage in self.stages):
@@ -157,17 +202,13 @@ class Plan:
         faults += [
             f"placement.{axis}={self.placement.factors(axis)} multiplies to {prod(self.placement.factors(axis))}, "
             f"not {axis}={getattr(self.degrees, axis)}"
-            for axis in AXES
+            for axis in PLACED
             if prod(self.placement.factors(axis)) != getattr(self.degrees, axis)
         ]
         if not _is_count(self.micro_batches, 1):
             faults.append(f"plan.micro_batches={self.micro_batches!r} must be a whole number of at least 1")
         if faults:
             raise ValueError("; ".join(faults))
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.degrees.schedule
 
     @property
     def chunk_layers(self) -> tuple[int, ...]:
@@ -204,7 +245,7 @@ class Plan:
             ],
             "placement": {
                 "rank_order": self.placement.rank_order,
-                **{axis: list(self.placement.factors(axis)) for axis in AXES},
+                **{axis: list(self.placement.factors(axis)) for axis in PLACED},
             },
         }
         if self.instance is not None:
@@ -238,7 +279,8 @@ class Plan:
         if degrees is None or stages is None or placement is None:
             raise InputError(faults)
         try:
-            plan = Plan(degrees, stages, placement, document.get("micro_batches", 0))
+            schedule = document.get("schedule", degrees.schedule)
+            plan = Plan(degrees, stages, placement, document.get("micro_batches", 0), schedule=schedule)
         except ValueError as error:
             raise InputError(str(error)) from None
         return replace(plan, instance=document.get("instance"), evaluation=document.get("evaluation"))
@@ -292,7 +334,7 @@ def _read_stages(entry: Any, faults: list[str]) -> tuple[Stage, ...] | None:
 def _read_placement(entry: Any, faults: list[str]) -> Placement | None:
     try:
         tp, pp, dp = (tuple(entry[axis]) for axis in AXES)
-        return Placement(tp, pp, dp, entry.get("rank_order", "tp-dp-pp"))
+        return Placement(tp, pp, dp, entry.get("rank_order", "tp-dp-pp"), tuple(entry.get("cp", ())))
     except (KeyError, TypeError, AttributeError):
         faults.append(f"plan.placement needs a list of factors for each of {', '.join(AXES)}")
     except ValueError as error:

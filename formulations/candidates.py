@@ -136,7 +136,7 @@ def tensor_degrees(instance: Instance, devices: int) -> list[int]:
     return [
         tp
         for tp in range(max(allowed.low, 1), most + 1)
-        if not tensor_faults(instance.model, tp, False, instance.workload.seq_len)
+        if instance.limits.admits("etp", tp) and not tensor_faults(instance.model, tp, False, instance.workload.seq_len)
     ]
 
 

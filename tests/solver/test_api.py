@@ -89,7 +89,7 @@ def test_faults_of_all_parts_come_together() -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "words"),
-    [({"tp": 0}, "degrees.tp=0"), ({"zero": 3}, "degrees.zero=3"), ({"vpp": 2**30}, "degrees.vpp"), ({"dp": -1}, "degrees.dp")],
+    [({"tp": 0}, "degrees.tp=0"), ({"zero": 4}, "degrees.zero=4"), ({"vpp": 2**30}, "degrees.vpp"), ({"dp": -1}, "degrees.dp")],
 )  # fmt: skip
 def test_default_degrees_name_what_is_out_of_range(degrees: dict[str, int], words: str) -> None:
     with pytest.raises(sw.InputError, match=words):
