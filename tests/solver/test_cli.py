@@ -327,7 +327,7 @@ def test_what_is_missing_is_named_all_at_once() -> None:
     [
         (("--pp", "1048576", "--vpp", "1048576"), 2, "chunks of layers=32"),
         (("--tp", "1048576"), 1, "tp=1048576 does not divide num_attention_heads=32"),
-        (("--zero", "3"), 2, "degrees.zero=3 must be 0 or 1"),
+        (("--zero", "4"), 2, "degrees.zero=4 must be 0, 1, 2 or 3"),
         (("--recompute", "some"), 2, "recompute='some'"),
         (("--rank-order", "pp-first"), 2, "rank_order='pp-first'"),
         (("--stages", "16,16"), 2, "2 numbers given"),
