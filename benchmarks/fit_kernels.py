@@ -79,7 +79,7 @@ def columns(rows: Table, *names: str) -> list[Array]:
     return [rows[name].to_numpy(float) for name in names]
 
 
-def fit_gemm(rows: Table, peak: float, bandwidth: float, operand_bytes: int) -> Row:
+def fit_gemm(rows: Table, peak: float, bandwidth: float, operand_bytes: float) -> Row:
     """(K1); held to shapes of training (M >= 512, N >= 1024, K >= 512), with smaller ones at a third of the weight."""
     m, n, k, latency = columns(rows, "m", "n", "k", "latency_us")
     seconds = latency * 1e-6

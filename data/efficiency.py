@@ -74,6 +74,7 @@ class AttentionCurve:
     bytes_per_s: float
     softmax_dim: float
     backward_rate: float
+    flash2_rate: float
     source: str
     measured_on: str
     scaled: bool
@@ -132,10 +133,12 @@ def read_table(path: str) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4096)
 def gemm_curve(accelerator: Accelerator, precision: str) -> GemmCurve:
-    """Return the GEMM curve of `accelerator`; precisions of 8 bits and fewer share the FP8 one, all others BF16's."""
+    """Return the GEMM curve of `accelerator`; other 8-bit precisions share the FP8 one, wider ones BF16's."""
     peak = peak_flops_per_s(accelerator, precision)
     table = "fp8" if precision in NARROW else "bf16"
-    rows = {row["accelerator"]: row for row in read_table("kernels/gemm.csv") if row["precision"] == table}
+    if precision == "fp4" and _stand_in(accelerator.name, _gemm_rows(precision)) is not None:
+        table = precision
+    rows = _gemm_rows(table)
     row, notes = _row_for(accelerator, rows, f"{table} GEMM")
     efficiency = float(row["efficiency"])
     if row["accelerator"] != accelerator.name:
@@ -143,7 +146,7 @@ def gemm_curve(accelerator: Accelerator, precision: str) -> GemmCurve:
         if ratio is not None:
             efficiency = min(1.0, efficiency * ratio)
             notes.append(f"efficiency times {ratio:.2f}, the ratio of best measured matmul rates over peak")
-    if precision not in ("bf16", "fp16", "fp8"):
+    if precision not in ("bf16", "fp16", table):
         notes.append(f"{precision} takes the efficiency of {table}")
     return GemmCurve(
         flops_per_s=peak,
@@ -160,6 +163,11 @@ def gemm_curve(accelerator: Accelerator, precision: str) -> GemmCurve:
         scaled=bool(notes),
         note="; ".join(notes),
     )
+
+
+@cache
+def _gemm_rows(precision: str) -> dict[str, Row]:
+    return {row["accelerator"]: row for row in read_table("kernels/gemm.csv") if row["precision"] == precision}
 
 
 @lru_cache(maxsize=4096)
@@ -179,6 +187,7 @@ def attention_curve(accelerator: Accelerator, precision: str) -> AttentionCurve:
         bytes_per_s=float(row["memory_efficiency"]) * accelerator.memory_bandwidth_bytes_per_s,
         softmax_dim=float(row["softmax_dim"]),
         backward_rate=float(row["backward_rate"]),
+        flash2_rate=float(row["flash2_rate"]),
         source=row["source"],
         measured_on=row["accelerator"],
         scaled=bool(notes),

@@ -50,7 +50,7 @@ class Instance:
             f"workload.precision={precision!r} is not supported by {accelerator.name}; "
             f"it supports {', '.join(sorted(accelerator.flops_per_s))}"
             for accelerator in self.cluster.accelerators
-            if precision not in accelerator.flops_per_s
+            if self.workload.peak not in accelerator.flops_per_s
         ]
         positions = self.model.max_positions
         if positions and has_learned_positions(self.model) and self.workload.seq_len > positions:

@@ -1,4 +1,4 @@
-"""Profiles: the fitted or assumed software constants of one framework generation."""
+"""Profiles: the software constants of one framework generation, each with its bounds and what it was fitted to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shardwise.data.faults import InputError
 
@@ -16,32 +17,67 @@ MAX_CONSTANT = 1e18
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Constants of one software generation; each is explained in its file (`data/profiles/*.toml`)."""
+    """Constants of one software generation; each is explained in its file (`data/profiles/*.toml`).
+
+    gemm, core, elementwise
+        Time of matrix products, attention cores and element-wise work over what the kernel curves say.
+    host_launch_s, tp_sync_s
+        Host time per kernel launch; what each collective of tensor parallelism waits per further rank.
+    tp_comm_exposed, cp_comm_exposed, ep_comm_exposed, p2p_exposed, p2p_exposed_interleaved
+        Share of the collectives of an axis that no computation hides.
+    dp_comm_floor, dp_comm_overlap
+        Share of gradient and weight traffic that always shows; share of the passes beside it that can hide it.
+    recompute_overlap, step_overhead_s, straggler
+        Share of recomputation that is hidden; fixed seconds a step; growth of every pass per doubling of devices.
+    memory_reserve_bytes, memory_fragmentation
+        Context, communicators and workspaces; share added to activations.
+    memory_band
+        Half width of the band of a memory prediction, as a share of it.
+    weight_bytes, gradient_bytes, reduce_bytes, bucket_bytes, selective
+        Facts of the framework: bytes of a resident weight, of a resident gradient, of a gradient on the wire; size of
+        a gradient bucket; what "selective" recomputes (0 the attention core, 1 all but matrix products).
+    """
 
     name: str
+    gemm: float
+    core: float
+    elementwise: float
+    host_launch_s: float
+    tp_sync_s: float
     tp_comm_exposed: float
+    cp_comm_exposed: float
+    ep_comm_exposed: float
     dp_comm_floor: float
     dp_comm_overlap: float
     p2p_exposed: float
     p2p_exposed_interleaved: float
-    layer_overhead_s: float
-    step_overhead_s: float
     recompute_overlap: float
+    step_overhead_s: float
+    straggler: float
     memory_reserve_bytes: float
     memory_fragmentation: float
+    memory_band: float
+    weight_bytes: float
+    gradient_bytes: float
+    reduce_bytes: float
     bucket_bytes: float
+    selective: float
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "name")
+POSITIVE = ("gemm", "core", "weight_bytes", "gradient_bytes", "reduce_bytes", "bucket_bytes")
+BASE = "shared"
+"""The file whose constants every other profile starts from."""
 
 
 def list_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
     folder = resources.files("shardwise.data") / "profiles"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    names = {entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return sorted(names - {BASE})
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def load_profile(name: str) -> Profile:
     """A profile by catalogue name or path of a TOML file.
 
@@ -53,9 +89,12 @@ def load_profile(name: str) -> Profile:
     return profile_from(profile_document(name), name)
 
 
-def profile_document(name: str) -> dict[str, object]:
-    """The TOML document of a profile, with the reason and bounds of each constant."""
-    if name in list_profiles():
+def profile_document(name: str) -> dict[str, Any]:
+    """The TOML document of a profile, with the reason and bounds of each constant.
+
+    A constant that the file does not state is that of `shared.toml`, and says so under `from`.
+    """
+    if name in (BASE, *list_profiles()):
         text = (resources.files("shardwise.data") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
     elif Path(name).is_file():
         if Path(name).stat().st_size > MAX_FILE_BYTES:
@@ -64,9 +103,14 @@ def profile_document(name: str) -> dict[str, object]:
     else:
         raise InputError(f"profile {name!r} is neither a file nor one of {', '.join(list_profiles())}")
     try:
-        return tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"profile {name}: not TOML: {error}") from None
+    constants = document.get("constants")
+    if name == BASE or not isinstance(constants, dict):
+        return document
+    shared = {key: entry | {"from": BASE} for key, entry in profile_document(BASE)["constants"].items()}
+    return document | {"constants": shared | constants}
 
 
 def saved_profile(document: object) -> Profile:
@@ -78,12 +122,14 @@ def saved_profile(document: object) -> Profile:
         value = document.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_CONSTANT:
             faults.append(f"plan.instance.profile.{key}={value!r} must be a number from 0 to 1e18")
-    if faults or document["bucket_bytes"] <= 0:
-        raise InputError(faults or ["plan.instance.profile.bucket_bytes=0 must be positive"])
+        elif key in POSITIVE and value == 0:
+            faults.append(f"plan.instance.profile.{key}=0 must be positive")
+    if faults:
+        raise InputError(faults)
     return Profile(str(document.get("name", "saved")), **{key: float(document[key]) for key in CONSTANTS})
 
 
-def profile_from(document: dict[str, object], name: str) -> Profile:
+def profile_from(document: dict[str, Any], name: str) -> Profile:
     """Check a profile document and turn it into a `Profile`."""
     faults: list[str] = []
     values: dict[str, float] = {}
@@ -101,6 +147,8 @@ def profile_from(document: dict[str, object], name: str) -> Profile:
             faults.append(f"profile {name}: constants.{key}.bounds={bounds!r} must be two numbers")
         elif not bounds[0] <= value <= bounds[1]:
             faults.append(f"profile {name}: constants.{key}.value={value} is outside its bounds {bounds}")
+        elif key in POSITIVE and value <= 0:
+            faults.append(f"profile {name}: constants.{key}.value={value} must be positive")
         else:
             values[key] = float(value)
     if faults:

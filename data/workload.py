@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Precision = Literal["bf16", "fp16", "fp8"]
+Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 Optimizer = Literal["adamw", "sgd"]
-Attention = Literal["flash", "unfused"]
+Attention = Literal["flash", "flash2", "flash1", "unfused", "eager"]
+"""The best flash kernel of the accelerator, FlashAttention-2 or 1 whatever the accelerator, matrix products with one
+fused softmax kernel, or with none."""
 
 OPTIMIZER_STATE_BYTES: dict[str, int] = {"adamw": 12, "sgd": 8}
 """fp32 master weight and moments: AdamW keeps two, SGD one (Rajbhandari et al., arXiv 1910.02054, section 3.1)."""
+
+PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
+"""Precisions by the peak of the accelerator that they run at, where the names differ."""
 
 MAX_SEQUENCE = 2**26
 MAX_BATCH = 2**24
@@ -18,13 +23,17 @@ MAX_BATCH = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One optimizer step of pre-training: `global_batch` sequences of `seq_len` tokens."""
+    """One optimizer step of pre-training: `global_batch` sequences of `seq_len` tokens.
+
+    `attention` and `fused_norm` name the kernels that are there: norms are one kernel, or a chain of fp32 operations.
+    """
 
     seq_len: int
     global_batch: int
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     attention: Attention = "flash"
+    fused_norm: bool = True
 
     def __post_init__(self) -> None:
         faults = []
@@ -34,6 +43,8 @@ class Training:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 faults.append(f"workload.{name}={value!r} must be a whole number between 1 and {most}")
+        if not isinstance(self.fused_norm, bool):
+            faults.append(f"workload.fused_norm={self.fused_norm!r} must be true or false")
         for name, chosen, allowed in (
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),
@@ -43,6 +54,11 @@ class Training:
                 faults.append(f"workload.{name}={chosen!r} must be one of {', '.join(allowed)}")
         if faults:
             raise ValueError("; ".join(faults))
+
+    @property
+    def peak(self) -> str:
+        """The precision that the accelerator's peak goes by."""
+        return PEAK_OF.get(self.precision, self.precision)
 
     @property
     def tokens_per_step(self) -> int:

@@ -32,12 +32,19 @@ import numpy.typing as npt
 
 from shardwise.data.plan import Degrees
 from shardwise.formulations.candidates import Grid, PlacementTable, divisors
-from shardwise.formulations.layer_costs import Sharding, ShardTimes, tensor_parallel_time_s
-from shardwise.formulations.memory import MIB, end_params_on_device, head_activations_bytes, state_bytes, tied_copy
+from shardwise.formulations.layer_costs import Groups, Sharding, tensor_parallel_time_s
+from shardwise.formulations.memory import (
+    MIB,
+    KindParams,
+    end_params_on_device,
+    head_activations_bytes,
+    state_bytes,
+    tied_copy,
+)
 from shardwise.formulations.step_time import hop_time_s, spans_of
 
 if TYPE_CHECKING:
-    from shardwise.formulations.coefficients import CostTables
+    from shardwise.formulations.coefficients import CostTables, ShardTimes
 
 Floats = npt.NDArray[np.float64]
 SAFETY = 1 - 1e-9
@@ -73,7 +80,7 @@ class BestCase:
         instance = self.tables.instance
         spans = [spans_of(factors, instance.levels) for factors in self.group_factors(sharding.tp)]
         best = min(spans, key=lambda option: tensor_parallel_time_s(instance, sharding, option))
-        return self.tables.layer_costs.times(sharding, best)
+        return self.tables.times(sharding, Groups(best))
 
     def sync_rate_s(self, dp: int, zero: int) -> float | None:
         """Seconds of gradient sync per parameter with the fastest data-parallel placement."""
@@ -132,7 +139,7 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     work, fastest, hops = (np.full(len(grid), np.inf) for _ in range(3))
     for micro_batch in np.unique(grid.micro_batch):
         rows = grid.micro_batch == micro_batch
-        sharding = Sharding(shape.tp, int(micro_batch), shape.sequence_parallel)
+        sharding = shape.sharding(int(micro_batch))
         times = best.times(sharding)
         total = sum(n * time.both_s for n, time in zip(counts, times.kinds, strict=True))
         work[rows] = total + times.embedding.both_s + times.head.both_s
@@ -165,13 +172,11 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     flying = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
     for micro_batch in np.unique(grid.micro_batch):
-        times = best.times(Sharding(shape.tp, int(micro_batch), shape.sequence_parallel))
-        kept = min(
-            min(a.none, a.selective) for a in tables.activations(shape.tp, int(micro_batch), shape.sequence_parallel)
-        )
+        times = best.times(shape.sharding(int(micro_batch)))
+        kept = min(min(a.none, a.selective) for a in tables.activations(shape.sharding(int(micro_batch))))
         repeat = min(time.full_s for time in times.kinds)
         for dp in np.unique(grid.dp):
-            states = min(state_bytes(instance, n, int(dp), shape.zero).total for n in params)
+            states = min(state_bytes(instance, n, shape.replicated(int(dp))).total for n in params)
             rows = (grid.micro_batch == micro_batch) & (grid.dp == dp) & (grid.vpp > 1) & (grid.pp > 2)
             over = held * (states + flying * kept) > spare
             out[rows & over] = repeat
@@ -182,7 +187,7 @@ def _tails(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64], work: Floa
     """(B5): sums of floor tails over all stages; with one stage the larger of both tails."""
     tables, instance, tp, zero = best.tables, best.tables.instance, grid.shape.tp, grid.shape.zero
     profile = instance.profile
-    params = sum(int(n) * size for n, size in zip(counts, tables.kind_params(tp), strict=True))
+    params = sum(int(n) * size.total for n, size in zip(counts, tables.kind_params(tp), strict=True))
     params += end_params_on_device(instance, tp, head=False) + end_params_on_device(instance, tp, head=True)
     out = np.full(len(grid), np.inf)
     for dp in np.unique(grid.dp):
@@ -206,21 +211,22 @@ def _memory_fits(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> n
 def least_memory(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> Floats:
     """(B1) Bytes that some device needs at least, for every row."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
-    params = sum(int(n) * size for n, size in zip(counts, tables.kind_params(shape.tp), strict=True))
+    params = sum(int(n) * size.total for n, size in zip(counts, tables.kind_params(shape.tp), strict=True))
     out = np.zeros(len(grid))
     for dp in np.unique(grid.dp):
         for micro_batch in np.unique(grid.micro_batch[grid.dp == dp]):
             rows = (grid.dp == dp) & (grid.micro_batch == micro_batch)
             micro = int(micro_batch)
-            kept = tables.activations(shape.tp, micro, shape.sequence_parallel)
+            kept = tables.activations(shape.sharding(micro))
             activations = sum(n * min(a.full, a.none) for n, a in zip(counts, kept, strict=True))
             for pipelined in (False, True):
                 chosen = rows & ((grid.pp > 1) == pipelined)
                 ends = end_params_on_device(instance, shape.tp, head=False) + end_params_on_device(
                     instance, shape.tp, head=True, with_tied_copy=tied_copy(instance, 2 if pipelined else 1)
                 )
-                states = state_bytes(instance, params + ends, int(dp), shape.zero).total
-                need = states + activations + head_activations_bytes(instance, shape.tp, micro)
+                held = KindParams(params + ends, 0)
+                states = state_bytes(instance, held, shape.replicated(int(dp))).total
+                need = states + activations + head_activations_bytes(instance, shape.sharding(micro))
                 out[chosen] = need / grid.pp[chosen] + instance.profile.memory_reserve_bytes
     return out
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from shardwise.data.plan import Degrees, Placement
 from shardwise.data.rules import expert_faults, is_linear, pipeline_faults, tensor_faults
+from shardwise.formulations.layer_costs import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,14 @@ class Shape:
     tp: int
     sequence_parallel: bool
     zero: int
+
+    def sharding(self, micro_batch: int) -> Sharding:
+        """What the layers of a candidate of this shape see."""
+        return Sharding(self.tp, micro_batch, self.sequence_parallel, etp=self.tp)
+
+    def replicated(self, dp: int) -> Degrees:
+        """Degrees of this shape with one stage."""
+        return Degrees(tp=self.tp, dp=dp, zero=self.zero, sequence_parallel=self.sequence_parallel)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,19 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardwise.formulations.layer_costs import LayerCosts, LayerTime, Sharding
+from shardwise.formulations.layer_costs import (
+    Groups,
+    Sharding,
+    ShardTerms,
+    shard_terms,
+)
+from shardwise.formulations.layer_time import LayerTime, exposed, layer_time
 from shardwise.formulations.memory import (
     MIB,
     ActivationBytes,
+    KindParams,
     end_params_on_device,
+    gather_buffer_bytes,
     head_activations_bytes,
     kind_params_on_device,
     layer_activations,
@@ -30,10 +38,14 @@ from shardwise.formulations.memory import (
 from shardwise.formulations.step_time import (
     SyncRates,
     exposed_transfer_s,
+    group_of,
     hop_times_s,
     spans_of,
+    split_spans,
+    straggling,
     sync_rates,
     tied_sync_s,
+    unit_times_s,
 )
 
 if TYPE_CHECKING:
@@ -110,71 +122,120 @@ class MemoryCoefficients:
         return mib_up(in_flight * getattr(self.activations[kind], mode))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardTimes:
+    """Times of every layer kind (in the order of `Model.kinds`), the embedding and the head."""
+
+    kinds: tuple[LayerTime, ...]
+    embedding: LayerTime
+    head: LayerTime
+
+
+DRAIN_WEIGHT_GRADIENTS = {"zb-h1": 2.0, "zb-2p": 3.0, "zb-v": 3.0}
+"""(T6) Weight-gradient passes that fill the drain, per schedule."""
+
+
 class CostTables:
     """The coefficients of one instance's candidates, remembered by what each part depends on."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.layer_costs = LayerCosts(instance)
-        self._rates: dict[tuple[tuple[int, ...], int], SyncRates] = {}
-        self._memory: dict[tuple[int, int, int, int, bool, bool], MemoryCoefficients] = {}
-        self._params: dict[int, tuple[int, ...]] = {}
-        self._activations: dict[tuple[int, int, bool], tuple[ActivationBytes, ...]] = {}
+        self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
+        self._times: dict[tuple[Sharding, Groups], ShardTimes] = {}
+        self._rates: dict[tuple[tuple[int, ...], int, int], SyncRates] = {}
+        self._memory: dict[tuple[object, ...], MemoryCoefficients] = {}
+        self._params: dict[tuple[int, int, int], tuple[KindParams, ...]] = {}
+        self._activations: dict[Sharding, tuple[ActivationBytes, ...]] = {}
 
-    def sync_rates(self, dp_factors: tuple[int, ...], zero: int) -> SyncRates:
+    def terms(self, sharding: Sharding, groups: Groups) -> ShardTerms:
+        """`layer_costs.shard_terms`, remembered."""
+        key = (sharding, groups)
+        if key not in self._terms:
+            self._terms[key] = shard_terms(self.instance, sharding, groups)
+        return self._terms[key]
+
+    def times(self, sharding: Sharding, groups: Groups) -> ShardTimes:
+        """Times of all layer kinds, embedding and head on one device, without stragglers."""
+        key = (sharding, groups)
+        if key not in self._times:
+            terms = self.terms(sharding, groups)
+            profile, tp = self.instance.profile, sharding.tp
+            self._times[key] = ShardTimes(
+                tuple(layer_time(kind, profile, tp) for kind in terms.kinds),
+                layer_time(terms.embedding, profile, tp),
+                layer_time(terms.head, profile, tp),
+            )
+        return self._times[key]
+
+    def sync_rates(self, dp_factors: tuple[int, ...], zero: int, dp_replicate: int = 1) -> SyncRates:
         """`step_time.sync_rates`, remembered."""
-        key = (dp_factors, zero)
+        key = (dp_factors, zero, dp_replicate)
         if key not in self._rates:
             spans = spans_of(dp_factors, self.instance.levels)
-            self._rates[key] = sync_rates(self.instance, spans, prod(dp_factors), zero)
+            self._rates[key] = sync_rates(self.instance, spans, prod(dp_factors), zero, dp_replicate)
         return self._rates[key]
 
-    def kind_params(self, tp: int) -> tuple[int, ...]:
-        """Parameters of one layer of each kind on one of `tp` devices."""
-        if tp not in self._params:
-            self._params[tp] = tuple(kind_params_on_device(kind, tp) for kind in self.instance.model.kinds)
-        return self._params[tp]
+    def kind_params(self, tp: int, ep: int = 1, etp: int = 0) -> tuple[KindParams, ...]:
+        """Parameters of one layer of each kind on one device."""
+        key = (tp, ep, etp or tp)
+        if key not in self._params:
+            self._params[key] = tuple(kind_params_on_device(kind, *key) for kind in self.instance.model.kinds)
+        return self._params[key]
 
-    def activations(self, tp: int, micro_batch: int, sequence_parallel: bool) -> tuple[ActivationBytes, ...]:
+    def activations(self, sharding: Sharding) -> tuple[ActivationBytes, ...]:
         """Activation bytes of one layer of each kind."""
-        key = (tp, micro_batch, sequence_parallel)
-        if key not in self._activations:
-            self._activations[key] = tuple(
-                layer_activations(self.instance, kind, tp, micro_batch, sequence_parallel)
-                for kind in self.instance.model.kinds
+        if sharding not in self._activations:
+            self._activations[sharding] = tuple(
+                layer_activations(self.instance, kind, sharding) for kind in self.instance.model.kinds
             )
-        return self._activations[key]
+        return self._activations[sharding]
 
-    def time(self, degrees: Degrees, placement: Placement, micro_batches: int) -> TimeCoefficients:
+    def time(
+        self, degrees: Degrees, placement: Placement, micro_batches: int, schedule: str = "1f1b"
+    ) -> TimeCoefficients:
         """(F1) in seconds."""
         instance, m = self.instance, micro_batches
-        sharding = Sharding(degrees.tp, degrees.micro_batch, degrees.sequence_parallel)
-        times = self.layer_costs.times(sharding, spans_of(placement.tp, instance.levels))
-        rates = self.sync_rates(placement.dp, degrees.zero)
-        hops = hop_times_s(instance, degrees, placement)
+        sharding = sharding_of(degrees)
+        times = self.times(sharding, groups_of(instance, degrees, placement))
+        scale = straggling(instance, degrees.devices)
         embedding_params = end_params_on_device(instance, degrees.tp, head=False)
         head_params = end_params_on_device(
             instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)
         )
-        tails = [self._tails(rates, n, t) for n, t in zip(self.kind_params(degrees.tp), times.kinds, strict=True)]
-        embedding_tail = self._tails(rates, embedding_params, times.embedding)
-        head_tail = self._tails(rates, head_params, times.head)
+        units = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp)]
+        units += [KindParams(embedding_params, 0), KindParams(head_params, 0)]
+        dense, expert = self.group_rates(degrees, placement)
+        layers, tails = [], []
+        for params, time in zip(units, (*times.kinds, times.embedding, times.head), strict=True):
+            one = self._sharded(degrees, placement, params, time) if degrees.zero == 3 else time
+            one = _scaled(one, scale)
+            layers.append(one)
+            tails.append(self._tails(dense, expert, params, one))
+        *kinds, embedding, head = layers
+        *kind_tails, embedding_tail, head_tail = tails
+        weights = DRAIN_WEIGHT_GRADIENTS.get(schedule, 0.0) * scale * instance.profile.gemm / 2
+        terms = self.terms(sharding, groups_of(instance, degrees, placement))
+        *drained, embedding_drained = (
+            max(time.backward_s - weights * own.gemm_backward, -time.forward_s)
+            for time, own in zip((*kinds, embedding), (*terms.kinds, terms.embedding), strict=True)
+        )
+        hops = hop_times_s(instance, degrees, placement)
         return TimeCoefficients(
-            busy=tuple(m * time.both_s for time in times.kinds),
-            busy_selective=tuple(m * time.selective_s for time in times.kinds),
-            busy_full=tuple(m * time.full_s for time in times.kinds),
-            forward=tuple(time.forward_s for time in times.kinds),
-            backward=tuple(time.backward_s for time in times.kinds),
-            backward_selective=tuple(time.selective_s for time in times.kinds),
-            backward_full=tuple(time.full_s for time in times.kinds),
-            tail_floor=tuple(tail[0] for tail in tails),
-            tail_overlap=tuple(tail[1] for tail in tails),
-            embedding_busy=m * times.embedding.both_s,
-            embedding_forward=times.embedding.forward_s,
-            embedding_backward=times.embedding.backward_s,
+            busy=tuple(m * time.both_s for time in kinds),
+            busy_selective=tuple(m * time.selective_s for time in kinds),
+            busy_full=tuple(m * time.full_s for time in kinds),
+            forward=tuple(time.forward_s for time in kinds),
+            backward=tuple(drained),
+            backward_selective=tuple(time.selective_s for time in kinds),
+            backward_full=tuple(time.full_s for time in kinds),
+            tail_floor=tuple(tail[0] for tail in kind_tails),
+            tail_overlap=tuple(tail[1] for tail in kind_tails),
+            embedding_busy=m * embedding.both_s,
+            embedding_forward=embedding.forward_s,
+            embedding_backward=embedding_drained,
             embedding_tail_floor=embedding_tail[0],
             embedding_tail_overlap=embedding_tail[1],
-            head_busy=m * times.head.both_s,
+            head_busy=m * head.both_s,
             head_tail_floor=head_tail[0],
             head_tail_overlap=head_tail[1],
             hops=hops,
@@ -183,34 +244,60 @@ class CostTables:
             overhead=instance.profile.step_overhead_s,
         )
 
-    def _tails(self, rates: SyncRates, params: int, time: LayerTime) -> tuple[float, float]:
-        """(T4) The two tails of `params` parameters whose passes take `time`."""
+    def group_rates(self, degrees: Degrees, placement: Placement) -> tuple[SyncRates, SyncRates]:
+        """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones."""
+        dense = self.sync_rates(group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate)
+        if not sharding_of(degrees).spread:
+            return dense, dense
+        stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
+        _, same = split_spans(stage, degrees.ep * degrees.etp)
+        return dense, self.sync_rates(tuple(members for members, _ in same), degrees.zero)
+
+    def _sharded(self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime) -> LayerTime:
+        """(J5) of a layer whose weights are sharded over data parallelism."""
+        spans = spans_of(group_of(placement.dp, placement.cp), self.instance.levels)
+        gather, both = unit_times_s(self.instance, spans, params.total, degrees.cp * degrees.dp_shard)
         profile = self.instance.profile
-        sync, optimizer = rates.communication_s * params, rates.optimizer_s * params
-        hidden = profile.dp_comm_overlap * time.both_s if rates.communication_s else 0.0
+        return LayerTime(
+            time.forward_s + exposed(gather, time.forward_s, profile),
+            time.backward_s + exposed(both, time.backward_s, profile),
+            time.selective_s,
+            time.full_s,
+        )
+
+    def _tails(self, dense: SyncRates, expert: SyncRates, params: KindParams, time: LayerTime) -> tuple[float, float]:
+        """(T4) The two tails of parameters whose passes take `time`."""
+        profile = self.instance.profile
+        sync = dense.communication_s * params.dense + expert.communication_s * params.expert
+        optimizer = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+        hidden = profile.dp_comm_overlap * time.both_s if sync else 0.0
         return profile.dp_comm_floor * sync + optimizer, sync - hidden + optimizer
 
     def memory(self, degrees: Degrees) -> MemoryCoefficients:
         """(F2) of a candidate; the placement does not matter."""
-        dp = degrees.dp if degrees.zero else 1
-        key = (degrees.tp, dp, degrees.zero, degrees.micro_batch, degrees.sequence_parallel, degrees.pp > 1)
+        sharding = sharding_of(degrees)
+        shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
+        key = (sharding, shard, degrees.expert_dp, degrees.zero, degrees.pp > 1)
         if key not in self._memory:
             self._memory[key] = self._memory_coefficients(degrees)
         return self._memory[key]
 
     def _memory_coefficients(self, degrees: Degrees) -> MemoryCoefficients:
-        instance, tp, dp, zero = self.instance, degrees.tp, degrees.dp, degrees.zero
-        activations = self.activations(tp, degrees.micro_batch, degrees.sequence_parallel)
+        instance, tp = self.instance, degrees.tp
+        sharding = sharding_of(degrees)
+        activations = self.activations(sharding)
         embedding = end_params_on_device(instance, tp, head=False)
         head = end_params_on_device(instance, tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp))
+        kinds = self.kind_params(tp, degrees.ep, degrees.etp)
         return MemoryCoefficients(
-            state=tuple(mib_up(state_bytes(instance, n, dp, zero).total) for n in self.kind_params(tp)),
+            state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),
             activations=activations,
-            embedding=mib_up(state_bytes(instance, embedding, dp, zero).total),
-            head=mib_up(state_bytes(instance, head, dp, zero).total)
-            + mib_up(head_activations_bytes(instance, tp, degrees.micro_batch)),
+            embedding=mib_up(state_bytes(instance, KindParams(embedding, 0), degrees).total),
+            head=mib_up(state_bytes(instance, KindParams(head, 0), degrees).total)
+            + mib_up(head_activations_bytes(instance, sharding)),
             fixed=mib_up(instance.profile.memory_reserve_bytes)
-            + mib_up(transfer_buffer_bytes(instance, degrees.micro_batch, degrees.pp)),
+            + mib_up(transfer_buffer_bytes(instance, degrees))
+            + mib_up(gather_buffer_bytes(kinds, degrees)),
             working=max(mib_up(kept.none) for kept in activations),
             capacity=self.capacity_mib,
         )
@@ -219,3 +306,25 @@ class CostTables:
     def capacity_mib(self) -> int:
         """Usable memory of a device, down to whole MiB."""
         return self.instance.memory_limit_bytes // MIB
+
+
+def sharding_of(degrees: Degrees) -> Sharding:
+    """What the layers see of the degrees."""
+    return Sharding(degrees.tp, degrees.micro_batch, degrees.sequence_parallel, degrees.cp, degrees.ep, degrees.etp)
+
+
+def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Groups:
+    """Where the groups of a layer lie. Experts take neighbouring ranks of tp x cp x dp, each split over the first etp
+    of them (Megatron core/parallel_state.py)."""
+    levels = instance.levels
+    tp = spans_of(placement.tp, levels)
+    if degrees.cp == 1 and not sharding_of(degrees).spread:
+        return Groups(tp)
+    stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
+    etp, rest = split_spans(stage, degrees.etp)
+    ep, _ = split_spans(rest, degrees.ep)
+    return Groups(tp, spans_of(placement.cp, levels), ep, etp)
+
+
+def _scaled(time: LayerTime, scale: float) -> LayerTime:
+    return LayerTime(time.forward_s * scale, time.backward_s * scale, time.selective_s * scale, time.full_s * scale)

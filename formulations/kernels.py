@@ -38,8 +38,14 @@ BACKWARD_FLOPS = 2.5
 THROTTLE_S = 1e-3
 # Bytes per element of the S x S matrix. Forward: fused scale-mask-softmax reads and writes 16 bits, dropout reads and
 # writes 16 and writes an 8-bit mask. Backward: dropout reads mask and gradient and writes, softmax reads two, writes.
-UNFUSED_BYTES = {"forward": 9.0, "backward": 11.0}
-UNFUSED_LAUNCHES = 2
+# Without a fused kernel scale, mask, cast to fp32, softmax, cast back and dropout each read and write.
+UNFUSED_BYTES = {
+    "unfused": {"forward": 9.0, "backward": 11.0},
+    "eager": {"forward": 33.0, "backward": 31.0},
+}
+UNFUSED_LAUNCHES = {"unfused": 2, "eager": 6}
+FLASH1_RATE = 0.63
+""" FlashAttention-1 against 2 on A100, forward and backward (arXiv 2307.08691, section 4.1: 1.7 to 3 times, 1.6 here)."""
 
 
 def gemm_time_s(accelerator: Accelerator, m: float, n: float, k: float, precision: str = "bf16") -> float:
@@ -66,18 +72,20 @@ def attention_time_s(
     causal: bool = True,
     window: int | None = None,
     direction: Literal["forward", "backward"] = "forward",
-    flash: bool = True,
+    kernel: str = "flash",
     precision: str = "bf16",
 ) -> float:
-    """Return the seconds of one pass of softmax attention, (K3) or without `flash` (K4)."""
-    if not flash:
-        return _unfused_s(accelerator, batch * heads, seq, head_dim, v_head_dim, direction, precision)
+    """Return the seconds of one pass of softmax attention: `kernel` is flash or flash1 (K3), unfused or eager (K4)."""
+    if kernel in UNFUSED_BYTES:
+        return _unfused_s(accelerator, batch * heads, seq, head_dim, v_head_dim, direction, precision, kernel)
     curve = attention_curve(accelerator, precision)
     dims = head_dim + v_head_dim
     softmax = (1 + 2 * curve.softmax_dim / dims) / (1 + curve.softmax_dim / MEASURED_HEAD_DIM)
     rows = batch * heads * seq + curve.c_rows
     keys = keys_per_query(seq, causal=causal, window=window) + curve.c_keys
     compute_s = 2 * dims * rows * keys * softmax / (curve.flops_per_s * curve.efficiency)
+    if kernel in ("flash1", "flash2"):
+        compute_s /= (FLASH1_RATE if kernel == "flash1" else 1.0) * curve.flash2_rate
     memory_s = 2 * batch * seq * (heads + kv_heads) * dims / curve.bytes_per_s
     once = _joined_s(compute_s, memory_s)
     return curve.launch_s + (once if direction == "forward" else once * BACKWARD_FLOPS / curve.backward_rate)
@@ -112,12 +120,13 @@ def _unfused_s(
     v_head_dim: int,
     direction: Literal["forward", "backward"],
     precision: str,
+    kernel: str,
 ) -> float:
     """(K4)."""
     curve = gemm_curve(accelerator, precision)
     products = _gemm_s(curve, matrices, seq, seq, head_dim) + _gemm_s(curve, matrices, seq, v_head_dim, seq)
     scores = matrices * seq * seq
-    softmax = memory_bound_time_s(accelerator, UNFUSED_BYTES[direction] * scores, UNFUSED_LAUNCHES)
+    softmax = memory_bound_time_s(accelerator, UNFUSED_BYTES[kernel][direction] * scores, UNFUSED_LAUNCHES[kernel])
     return softmax + (products if direction == "forward" else 2 * products)
 
 

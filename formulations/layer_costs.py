@@ -1,29 +1,36 @@
-"""Time of one layer, of the embedding and of the head, on one device for one micro-batch.
+"""Terms of the time of one layer, of the embedding and of the head, on one device for one micro-batch.
 
-With `s` the sequence length, `b` the micro-batch, `x = s b` tokens, `h` the hidden size, `t` the tensor-parallel degree
-and GEMM(M, N, K) the measured-curve time of `kernels.gemm_time_s`:
+Nothing here depends on a software profile: `layer_time` joins the terms with one. With `s` the sequence length, `b` the
+micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidden size, `t` the tensor-parallel degree,
+`e` the expert-parallel degree and GEMM(M, N, K) the measured-curve time of `kernels.gemm_time_s`:
 
 (L1) a weight matrix K -> N costs GEMM(x, N, K) forward, GEMM(x, K, N) for the data gradient and GEMM(N, K, x) for the
-     weight gradient (Narayanan et al., arXiv 2104.04473, appendix A counts the same three products).
-(L2) softmax attention costs `kernels.attention_time_s` over heads / t heads; causal work is counted as executed.
+     weight gradient (Narayanan et al., arXiv 2104.04473, appendix A counts the same three products), which adds to an
+     fp32 accumulator: 6 bytes a parameter more than its GEMM writes. Routed experts are grouped GEMMs over E / e experts
+     and the x k tokens that balanced routing sends to a rank.
+(L2) softmax attention costs `kernels.attention_time_s` over heads / t heads; causal work is counted as executed, and
+     context parallelism divides it evenly (zigzag order, Liu et al., arXiv 2310.01889; Megatron context_parallel).
 (L3) a recurrent mixer (Mamba, linear attention) runs in chunks of Q tokens: 2 x H P (2 N + Q) products per token
      direction, H heads of width P and state N (Dao & Gu, arXiv 2405.21060, section 6; chunk 256), and its streams
      move through memory once per pass.
 (L4) element-wise work (norms, residuals, rotary, activations) moves its bytes at the achieved memory bandwidth;
-     backward moves twice the bytes of forward.
+     backward moves twice the bytes of forward. A norm that is not one fused kernel passes its input through fp32
+     copies: 17 values read or written for each, not 2 (x.float(), square, mean, scale, cast, weight).
 (L5) tensor parallelism adds, per row-parallel output, one all-reduce of 2 x h bytes forward and one backward; with
      sequence parallelism an all-gather and a reduce-scatter each way instead (Korthikanti et al., arXiv 2205.05198,
      section 4.2.2); norms and residuals then work on x / t tokens.
-(L6) full recompute runs the forward pass of the layer again, selective recompute the attention core only
-     (arXiv 2205.05198, section 5).
-(L7) the head is the matrix h -> V / t with V padded to a multiple of 128 t (Megatron vocab_utils), and a cross
-     entropy that reads and writes fp32 logits.
+(L6) context parallelism gathers keys and values, 2 bytes each over the group, forward; backward gathers them again and
+     reduce-scatters their gradients. A ring sends the same bytes in c - 1 turns (arXiv 2310.01889, section 3).
+(L7) expert parallelism sends each routed token out and back: two all-to-alls of 2 x k h / t bytes each way (Lepikhin et
+     al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5).
+(L8) the head is the matrix h -> V / t with V padded to a multiple of 128 t (Megatron vocab_utils), and a cross entropy
+     in fp32: 28 bytes a logit forward (cast, maximum, shift, exponentials, sum, division), 14 backward.
+(L9) the host issues one launch per kernel and collective; the backward pass issues twice as many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from shardwise.data.cluster import Link
@@ -39,162 +46,235 @@ LOGIT_BYTES = 4
 VOCAB_MULTIPLE = 128
 SCAN_CHUNK = 256
 BACKWARD_TRAFFIC = 2.0
+ACCUMULATED_BYTES = 6
+NORM_VALUES = {True: 2, False: 17}
+RESIDUAL_VALUES = 3
+LOSS_BYTES = (28, 14)
+ATTENTION_LAUNCHES = {"flash": 1, "flash2": 1, "flash1": 1, "unfused": 4, "eager": 9}
+NORM_LAUNCHES = {True: 1, False: 7}
+FUSED_BLOCK, FUSED_LONGEST = 4, 4096
+MIXER_LAUNCHES = 5
+MLP_LAUNCHES = 4
+MOE_LAUNCHES = 60
+RECURRENT_LAUNCHES = 11
 
 Spans = tuple[tuple[int, Link], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the time of a layer depends on: tensor-parallel degree, micro-batch and sequence parallelism."""
+    """What the time of a layer depends on besides where its groups lie."""
 
     tp: int
     micro_batch: int
     sequence_parallel: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Seconds for one micro-batch: passes, and the extra time of recomputing the attention core or the whole layer."""
-
-    forward_s: float
-    backward_s: float
-    selective_s: float = 0.0
-    full_s: float = 0.0
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
-    def both_s(self) -> float:
-        return self.forward_s + self.backward_s
+    def spread(self) -> bool:
+        """Whether routed experts have groups of their own, by (L7), and are not split by tp like everything else."""
+        return self.ep > 1 or self.etp != self.tp
 
 
 @dataclass(frozen=True, slots=True)
-class ShardTimes:
-    """Times of every layer kind (in the order of `Model.kinds`), the embedding and the head."""
+class Groups:
+    """Where the groups of a layer lie: members and link per level, innermost first."""
 
-    kinds: tuple[LayerTime, ...]
-    embedding: LayerTime
-    head: LayerTime
+    tp: Spans
+    cp: Spans = ()
+    ep: Spans = ()
+    etp: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """Forward and backward seconds of a part of a layer, with the part that selective recompute repeats."""
+class LayerTerms:
+    """Seconds per micro-batch, forward and backward, by what they wait for.
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    core_s: float = 0.0
+    gemm, core, traffic
+        Matrix products; attention core or scan; element-wise work. `core` is what selective recompute repeats.
+    tensor, context, expert
+        Collectives of the axis in isolation, before any overlap.
+    launches, collectives
+        Kernels, and collectives of tensor parallelism, of the forward pass.
+    """
 
-    def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.core_s + other.core_s)
+    gemm_forward: float = 0.0
+    gemm_backward: float = 0.0
+    core_forward: float = 0.0
+    core_backward: float = 0.0
+    traffic_forward: float = 0.0
+    traffic_backward: float = 0.0
+    tensor_forward: float = 0.0
+    tensor_backward: float = 0.0
+    context_forward: float = 0.0
+    context_backward: float = 0.0
+    expert_forward: float = 0.0
+    expert_backward: float = 0.0
+    launches: float = 0.0
+    collectives: float = 0.0
+
+    def __add__(self, other: LayerTerms) -> LayerTerms:
+        return LayerTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+
+
+TERMS = tuple(field.name for field in fields(LayerTerms))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTerms:
+    """Terms of every layer kind (in the order of `Model.kinds`), the embedding and the head."""
+
+    kinds: tuple[LayerTerms, ...]
+    embedding: LayerTerms
+    head: LayerTerms
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """(L7) Vocabulary rows after padding to a multiple of 128 tp."""
+    """(L8) Vocabulary rows after padding to a multiple of 128 tp."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-vocab // multiple) * multiple
 
 
-class LayerCosts:
-    """The layer times of one instance, remembered per sharding and per tensor-parallel placement."""
+def row_outputs(kind: LayerKind, spread: bool) -> int:
+    """(L5) Row-parallel outputs: one per mixer and feed-forward part; routed experts may go by (L7) instead."""
+    routed = isinstance(kind.ffn, Moe) and spread and not kind.ffn.shared_intermediate
+    return (kind.mixer is not None) + (kind.ffn is not None and not routed)
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self._compute: dict[Sharding, tuple[tuple[_Pass, ...], _Pass, _Pass]] = {}
-        self._times: dict[tuple[Sharding, Spans], ShardTimes] = {}
 
-    @cached_property
-    def row_outputs(self) -> tuple[int, ...]:
-        """Row-parallel outputs of each layer kind: one per mixer and one per feed-forward part."""
-        return tuple((kind.mixer is not None) + (kind.ffn is not None) for kind in self.instance.model.kinds)
-
-    def times(self, sharding: Sharding, tp_spans: Spans) -> ShardTimes:
-        """Times of all layer kinds, embedding and head, with the tensor-parallel group placed as `tp_spans`."""
-        key = (sharding, tp_spans)
-        found = self._times.get(key)
-        if found is None:
-            forward_comm, backward_comm = tensor_parallel_time_s(self.instance, sharding, tp_spans)
-            found = self._combine(sharding, forward_comm, backward_comm)
-            self._times[key] = found
-        return found
-
-    def _combine(self, sharding: Sharding, forward_comm: float, backward_comm: float) -> ShardTimes:
-        kinds, embedding, head = self.compute(sharding)
-        overhead = self.instance.profile.layer_overhead_s
-        repeat = 1 - self.instance.profile.recompute_overlap
-        layers = []
-        for outputs, part in zip(self.row_outputs, kinds, strict=True):
-            forward = part.forward_s + outputs * forward_comm + overhead
-            layers.append(
-                LayerTime(
-                    forward,
-                    part.backward_s + outputs * backward_comm + overhead,
-                    part.core_s * repeat,
-                    forward * repeat,
-                )
-            )
-        return ShardTimes(
-            tuple(layers),
-            LayerTime(embedding.forward_s + forward_comm, embedding.backward_s + backward_comm),
-            LayerTime(head.forward_s + forward_comm, head.backward_s + backward_comm),
+def shard_terms(instance: Instance, sharding: Sharding, groups: Groups) -> ShardTerms:
+    """Terms of all layer kinds, embedding and head."""
+    compute = compute_terms(instance, sharding)
+    once = tensor_parallel_time_s(instance, sharding, groups.tp)
+    turns = _collectives(sharding)
+    kinds = []
+    for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True):
+        outputs = row_outputs(kind, sharding.spread)
+        total = terms + LayerTerms(
+            tensor_forward=outputs * once,
+            tensor_backward=outputs * once,
+            launches=outputs * turns,
+            collectives=outputs * turns,
         )
-
-    def compute(self, sharding: Sharding) -> tuple[tuple[_Pass, ...], _Pass, _Pass]:
-        """Device time without communication: each kind, the embedding, the head."""
-        found = self._compute.get(sharding)
-        if found is None:
-            kinds = tuple(_layer(self.instance, kind, sharding) for kind in self.instance.model.kinds)
-            found = (kinds, _embedding(self.instance, sharding), _head(self.instance, sharding))
-            self._compute[sharding] = found
-        return found
+        if sharding.cp > 1 and kind.mixer is not None:
+            total += _context(instance, kind, sharding, groups.cp)
+        if sharding.spread and isinstance(kind.ffn, Moe):
+            total += _expert_exchange(instance, kind.ffn, sharding, groups)
+        kinds.append(total)
+    end = LayerTerms(tensor_forward=once, tensor_backward=once, launches=turns, collectives=turns)
+    return ShardTerms(tuple(kinds), compute.embedding + end, compute.head + end)
 
 
-def tensor_parallel_time_s(instance: Instance, sharding: Sharding, spans: Spans) -> tuple[float, float]:
-    """(L5) Exposed communication of one row-parallel output, forward and backward."""
+def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
+    """(L1)-(L4), (L8), (L9) without communication."""
+    return ShardTerms(
+        tuple(_layer(instance, kind, sharding) for kind in instance.model.kinds),
+        _embedding(instance, sharding),
+        _head(instance, sharding),
+    )
+
+
+def tensor_parallel_time_s(instance: Instance, sharding: Sharding, spans: Spans) -> float:
+    """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
-        return 0.0, 0.0
-    size = ACTIVATION_BYTES * sharding.micro_batch * instance.workload.seq_len * instance.model.hidden
+        return 0.0
+    size = ACTIVATION_BYTES * _tokens(instance, sharding) * instance.model.hidden
     accelerator = instance.accelerator
     if sharding.sequence_parallel:
-        once = sum(collective_time_s(accelerator, op, size, spans) for op in ("all_gather", "reduce_scatter"))
+        return sum(collective_time_s(accelerator, op, size, spans) for op in ("all_gather", "reduce_scatter"))
+    return collective_time_s(accelerator, "all_reduce", size, spans)
+
+
+def _collectives(sharding: Sharding) -> int:
+    """Collective launches per row-parallel output."""
+    if sharding.tp == 1:
+        return 0
+    return 2 if sharding.sequence_parallel else 1
+
+
+def _tokens(instance: Instance, sharding: Sharding) -> float:
+    """x: tokens of a micro-batch on one rank."""
+    return sharding.micro_batch * instance.workload.seq_len / sharding.cp
+
+
+def _context(instance: Instance, kind: LayerKind, sharding: Sharding, spans: Spans) -> LayerTerms:
+    """(L6)."""
+    mixer = kind.mixer
+    if isinstance(mixer, Attention):
+        heads = max(mixer.kv_heads / sharding.tp, 1)
+        width = heads * (mixer.head_dim + mixer.v_head_dim)
+        if mixer.latent is not None:
+            width = mixer.heads / sharding.tp * (mixer.head_dim + mixer.v_head_dim)
+        size = ACTIVATION_BYTES * _tokens(instance, sharding) * sharding.cp * width
     else:
-        once = collective_time_s(accelerator, "all_reduce", size, spans)
-    exposed = once * instance.profile.tp_comm_exposed
-    return exposed, exposed
+        assert mixer is not None
+        size = ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp
+    gather = collective_time_s(instance.accelerator, "all_gather", size, spans)
+    reduce = collective_time_s(instance.accelerator, "reduce_scatter", size, spans)
+    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
 
 
-def _matrix(instance: Instance, tokens: int, n: int, k: int) -> _Pass:
+def _state_values(mixer: LinearAttention | Mamba) -> float:
+    """Values of the recurrent state that one rank of a context-parallel group passes on."""
+    if isinstance(mixer, Mamba):
+        return mixer.inner * mixer.state
+    return mixer.value_heads * mixer.key_dim * mixer.value_dim
+
+
+def _expert_exchange(instance: Instance, part: Moe, sharding: Sharding, groups: Groups) -> LayerTerms:
+    """(L7) Dispatch and combine, each way."""
+    share = sharding.tp if sharding.sequence_parallel else 1
+    routed = ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
+    accelerator = instance.accelerator
+    once = 2 * collective_time_s(accelerator, "alltoall", routed, groups.ep)
+    if sharding.etp > 1:
+        size = routed * sharding.etp
+        once += sum(collective_time_s(accelerator, op, size, groups.etp) for op in ("all_gather", "reduce_scatter"))
+    return LayerTerms(expert_forward=once, expert_backward=once, launches=2.0)
+
+
+def _matrix(instance: Instance, tokens: float, n: float, k: float, precision: str | None = None) -> LayerTerms:
     """(L1) Forward, data-gradient and weight-gradient products of a k -> n matrix."""
-    accelerator, precision = instance.accelerator, instance.workload.precision
+    accelerator, precision = instance.accelerator, precision or instance.workload.peak
     forward = gemm_time_s(accelerator, tokens, n, k, precision)
     data = gemm_time_s(accelerator, tokens, k, n, precision)
     weight = gemm_time_s(accelerator, n, k, tokens, precision)
-    return _Pass(forward, data + weight)
+    added = memory_bound_time_s(accelerator, ACCUMULATED_BYTES * n * k, 0)
+    return LayerTerms(forward, data + weight, traffic_backward=added)
 
 
-def _expert_matrix(instance: Instance, experts: int, tokens: int, n: int, k: int) -> _Pass:
+def _expert_matrix(instance: Instance, experts: int, tokens: float, n: float, k: float) -> LayerTerms:
     """(L1) over all experts: `tokens` routed tokens spread evenly over `experts` equal matrices."""
-    accelerator, precision = instance.accelerator, instance.workload.precision
+    accelerator, precision = instance.accelerator, instance.workload.peak
     forward = grouped_gemm_time_s(accelerator, experts, tokens, n, k, precision)
     data = grouped_gemm_time_s(accelerator, experts, tokens, k, n, precision)
-    return _Pass(forward, data + forward)
+    added = memory_bound_time_s(accelerator, ACCUMULATED_BYTES * experts * n * k, 0)
+    return LayerTerms(forward, data + forward, traffic_backward=added)
 
 
-def _traffic(instance: Instance, values: float) -> _Pass:
+def _traffic(instance: Instance, values: float) -> LayerTerms:
     """(L4) Element-wise work that touches `values` activations in the forward pass."""
     size = values * ACTIVATION_BYTES
     accelerator = instance.accelerator
-    return _Pass(memory_bound_time_s(accelerator, size), memory_bound_time_s(accelerator, BACKWARD_TRAFFIC * size))
+    return LayerTerms(
+        traffic_forward=memory_bound_time_s(accelerator, size, 0),
+        traffic_backward=memory_bound_time_s(accelerator, BACKWARD_TRAFFIC * size, 0),
+    )
 
 
-def _layer(instance: Instance, kind: LayerKind, sharding: Sharding) -> _Pass:
+def _layer(instance: Instance, kind: LayerKind, sharding: Sharding) -> LayerTerms:
     """(L1)-(L4) of one layer: its mixer, its feed-forward part, and a norm and a residual for each."""
-    tokens = sharding.micro_batch * instance.workload.seq_len
+    tokens = _tokens(instance, sharding)
+    fused = instance.workload.fused_norm
     local_tokens = tokens / sharding.tp if sharding.sequence_parallel else tokens
     hidden = instance.model.hidden
-    total = _Pass()
+    total = LayerTerms()
     for part in (kind.mixer, kind.ffn):
         if part is None:
             continue
-        total += _traffic(instance, 5 * local_tokens * hidden)  # norm reads and writes, residual reads two, writes one
+        total += _traffic(instance, (NORM_VALUES[fused] + RESIDUAL_VALUES) * local_tokens * hidden)
+        total += LayerTerms(launches=NORM_LAUNCHES[fused] + 1)
         if isinstance(part, Attention):
             total += _attention(instance, part, sharding, tokens)
         elif isinstance(part, LinearAttention | Mamba):
@@ -206,7 +286,7 @@ def _layer(instance: Instance, kind: LayerKind, sharding: Sharding) -> _Pass:
     return total
 
 
-def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: int) -> _Pass:
+def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L2): projections and core of softmax attention; key/value heads are replicated once tp exceeds them."""
     tp, hidden = sharding.tp, instance.model.hidden
     heads = max(part.heads // tp, 1)
@@ -227,10 +307,11 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
         rotary = 2 * q_width
     total += _matrix(instance, tokens, hidden, out_width)
     total += _traffic(instance, 2 * tokens * rotary)
+    kernel = softmax_kernel(instance, sharding, heads)
     core = [
         attention_time_s(
             instance.accelerator,
-            sharding.micro_batch,
+            sharding.micro_batch / sharding.cp,
             instance.workload.seq_len,
             heads,
             kv_heads,
@@ -238,15 +319,26 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
             part.v_head_dim,
             window=part.window,
             direction=direction,
-            flash=instance.workload.attention == "flash",
-            precision="bf16" if instance.workload.precision == "fp8" else instance.workload.precision,
+            kernel=kernel,
+            precision=sixteen_bit(instance.workload.precision),
         )
         for direction in ("forward", "backward")
     ]
-    return total + _Pass(core[0], core[1], core[0])
+    launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel]
+    return total + LayerTerms(core_forward=core[0], core_backward=core[1], launches=launches)
 
 
-def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Sharding, tokens: int) -> _Pass:
+def softmax_kernel(instance: Instance, sharding: Sharding, heads: int) -> str:
+    """The attention kernel that runs: the fused softmax takes sequences of up to 4,096 tokens, in blocks of four
+    matrices, and framework operations stand in for it elsewhere (Megatron fused_softmax.py, is_kernel_available)."""
+    kernel = instance.workload.attention
+    blocks = sharding.micro_batch * heads
+    if kernel == "unfused" and (blocks % FUSED_BLOCK or instance.workload.seq_len > FUSED_LONGEST):
+        return "eager"
+    return kernel
+
+
+def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L3): projections and chunked scan of a recurrent mixer."""
     tp, hidden = sharding.tp, instance.model.hidden
     if isinstance(part, Mamba):
@@ -258,12 +350,12 @@ def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Shar
         width = 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
     total = _matrix(instance, tokens, width, hidden) + _matrix(instance, tokens, hidden, inner)
     total += _traffic(instance, 2 * tokens * (width + 2 * inner))
-    precision = "bf16" if instance.workload.precision == "fp8" else instance.workload.precision
+    precision = sixteen_bit(instance.workload.precision)
     scan = gemm_time_s(instance.accelerator, tokens, inner, 2 * state + SCAN_CHUNK, precision)
-    return total + _Pass(scan, 2 * scan)
+    return total + LayerTerms(core_forward=scan, core_backward=2 * scan, launches=RECURRENT_LAUNCHES)
 
 
-def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding, tokens: int) -> _Pass:
+def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L4): a dense feed-forward part; the activation reads its inputs and writes one output."""
     width = max(intermediate // sharding.tp, 1)
     inputs = 2 if gated else 1
@@ -271,36 +363,46 @@ def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding,
         _matrix(instance, tokens, inputs * width, instance.model.hidden)
         + _matrix(instance, tokens, instance.model.hidden, width)
         + _traffic(instance, (inputs + 1) * tokens * width)
+        + LayerTerms(launches=MLP_LAUNCHES)
     )
 
 
-def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: int) -> _Pass:
+def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L4): router, permutation, experts with balanced routing, shared expert."""
-    hidden, width = instance.model.hidden, max(part.intermediate // sharding.tp, 1)
-    routed = tokens * part.top_k
+    ways = sharding.etp if sharding.spread else sharding.tp
+    hidden, width = instance.model.hidden, max(part.intermediate // ways, 1)
+    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
+    routed = tokens / share * part.top_k * (sharding.etp if sharding.spread else 1)
+    experts = max(part.experts // sharding.ep, 1)
     inputs = 2 if part.gated else 1
-    total = _matrix(instance, tokens, part.experts, hidden)
+    total = _matrix(instance, tokens / share, part.experts, hidden) + LayerTerms(launches=MOE_LAUNCHES)
     total += _traffic(instance, 4 * routed * hidden)  # permute and unpermute: read and write each
-    total += _expert_matrix(instance, part.experts, routed, inputs * width, hidden)
-    total += _expert_matrix(instance, part.experts, routed, hidden, width)
+    total += _expert_matrix(instance, experts, routed, inputs * width, hidden)
+    total += _expert_matrix(instance, experts, routed, hidden, width)
     total += _traffic(instance, (inputs + 1) * routed * width)
     if part.shared_intermediate:
         total += _mlp(instance, part.shared_intermediate, part.gated, sharding, tokens)
     return total
 
 
-def _embedding(instance: Instance, sharding: Sharding) -> _Pass:
+def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:
     """Lookup of one row per token: read and write."""
-    return _traffic(instance, 2 * sharding.micro_batch * instance.workload.seq_len * instance.model.hidden)
+    return _traffic(instance, 2 * _tokens(instance, sharding) * instance.model.hidden) + LayerTerms(launches=2)
 
 
-def _head(instance: Instance, sharding: Sharding) -> _Pass:
-    """(L7) Final norm, output matrix and cross entropy."""
-    tokens = sharding.micro_batch * instance.workload.seq_len
+def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
+    """(L8) Final norm, output matrix and cross entropy."""
+    tokens = _tokens(instance, sharding)
     width = padded_vocab(instance.model.vocab, sharding.tp) // sharding.tp
-    logits = 3 * tokens * width * LOGIT_BYTES / ACTIVATION_BYTES  # cast, exponentiate, normalise
+    forward, backward = (memory_bound_time_s(instance.accelerator, size * tokens * width, 0) for size in LOSS_BYTES)
+    matrix = _matrix(instance, tokens, width, instance.model.hidden, sixteen_bit(instance.workload.precision))
     return (
-        _matrix(instance, tokens, width, instance.model.hidden)
-        + _traffic(instance, 2 * tokens * instance.model.hidden)
-        + _traffic(instance, logits)
+        matrix
+        + _traffic(instance, NORM_VALUES[instance.workload.fused_norm] * tokens * instance.model.hidden)
+        + LayerTerms(traffic_forward=forward, traffic_backward=backward, launches=8)
     )
+
+
+def sixteen_bit(precision: str) -> str:
+    """The precision of what stays in 16 bits when matrix products do not: attention, scans, the head."""
+    return precision if precision == "fp16" else "bf16"

@@ -1,18 +1,22 @@
 """Memory of one device, line by line, per pipeline stage.
 
-With `x = s b` tokens, `t` the tensor-parallel degree, `d` the data-parallel degree, `u = t` under sequence parallelism
-and 1 otherwise; bytes:
+With `x = s b / c` tokens, `t` the tensor-parallel degree, `d` the ranks over which ZeRO shards (cp x dp_shard; for experts
+those that hold the same ones), `u = t` under sequence parallelism and 1 otherwise; bytes:
 
-(M1) weights 2 per parameter, gradients 4 (fp32 accumulation), optimizer states 12 (fp32 master and two moments),
-     divided by d under ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5; Megatron docs/distributed-optimizer).
-     A key/value projection is not split beyond its heads; norms, routers and low-rank projections are not split at all.
-(M2) activations kept for the backward pass, per layer and micro-batch in flight, by what autograd saves: two inputs of
-     h per part (norm and matrix, split by u), and the intermediates of the part split by t; unfused attention adds
-     5 a s per token (Korthikanti et al., arXiv 2205.05198, section 4.1, without dropout masks elsewhere).
-(M3) selective recompute drops what the attention core saves; full recompute keeps the layer's input only, and needs
-     one layer's activations while it recomputes.
+(M1) weights 2 per parameter, gradients 4 (fp32 accumulation), optimizer states 12 (fp32 master and two moments); the
+     last divided by d under ZeRO-1, gradients too under ZeRO-2, weights too under ZeRO-3 (Rajbhandari et al., arXiv
+     1910.02054, section 5; Megatron docs/distributed-optimizer). FSDP keeps fp32 weights, which are the master copy.
+     A key/value projection is not split beyond its heads; norms, routers and low-rank projections are not split at all;
+     experts are spread over ep and split over etp.
+(M2) activations kept for the backward pass, per layer and micro-batch in flight, by what autograd saves: the input of
+     the norm and of the matrix behind it for each part (split by u; 9.5 bytes instead of 4 where norms are not fused),
+     and the intermediates of the part split by t; unfused attention adds 5 a s per token, without a fused softmax 11
+     (Korthikanti et al., arXiv 2205.05198, section 4.1, without dropout masks elsewhere).
+(M3) selective recompute drops what the attention core saves, or all but the outputs of matrix products; full recompute
+     keeps the layer's input only, and needs one layer's activations while it recomputes.
 (M4) the last stage holds one micro-batch of logits, 2 + 4 bytes each over V / t, and the final norm.
 (M5) a share is added to activations for fragmentation, and a fixed reserve for context and communicators.
+(M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
@@ -29,18 +33,34 @@ from shardwise.formulations.layer_costs import ACTIVATION_BYTES, LOGIT_BYTES, pa
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
+    from shardwise.data.plan import Degrees
+    from shardwise.formulations.layer_costs import Sharding
 
 MIB = 2**20
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4
+FP32_BYTES = 4
 SOFTMAX_STATISTIC_BYTES = 4
+NORM_KEPT_BYTES = {True: 4.0, False: 9.5}
+CORE_KEPT_BYTES = {"unfused": 5.0, "eager": 11.0}
+
+
+@dataclass(frozen=True, slots=True)
+class KindParams:
+    """Parameters on one device: routed experts apart, since other ranks share them."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
     """(M1) Weights, gradients and optimizer states of some parameters on one device."""
 
-    params: int
     weights: float
     gradients: float
     optimizer: float
@@ -48,6 +68,11 @@ class StateBytes:
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +97,16 @@ def tensor_params_on_device(tensor: Tensor, tp: int, kv_heads: int) -> int:
     return -(-tensor.params // ways)
 
 
-def kind_params_on_device(kind: LayerKind, tp: int) -> int:
-    """Parameters of one layer of `kind` on one of `tp` devices."""
+def kind_params_on_device(kind: LayerKind, tp: int, ep: int = 1, etp: int = 0) -> KindParams:
+    """Parameters of one layer of `kind` on one device."""
     kv_heads = kind.mixer.kv_heads if isinstance(kind.mixer, Attention) else tp
-    return sum(tensor_params_on_device(tensor, tp, kv_heads) for tensor in kind.tensors)
+    dense = expert = 0
+    for tensor in kind.tensors:
+        if tensor.expert:
+            expert += -(-tensor_params_on_device(tensor, etp or tp, kv_heads) // ep)
+        else:
+            dense += tensor_params_on_device(tensor, tp, kv_heads)
+    return KindParams(dense, expert)
 
 
 def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_copy: bool = False) -> int:
@@ -92,63 +123,97 @@ def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_c
     return total + (padded // tp * model.hidden if with_tied_copy else 0)
 
 
-def state_bytes(instance: Instance, params: int, dp: int, zero: int) -> StateBytes:
-    """(M1) of `params` parameters held by one device."""
-    optimizer = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] * params
+def state_bytes(instance: Instance, params: KindParams, degrees: Degrees) -> StateBytes:
+    """(M1) of parameters held by one device."""
+    zero = degrees.zero
+    shard = degrees.cp * degrees.dp_shard
+    return _state(instance, params.dense, shard, zero) + _state(instance, params.expert, degrees.expert_dp, zero)
+
+
+def _state(instance: Instance, params: int, shard: int, zero: int) -> StateBytes:
+    profile = instance.profile
+    resident = profile.weight_bytes
+    states = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] - (FP32_BYTES if resident == FP32_BYTES else 0)
     return StateBytes(
-        params, WEIGHT_BYTES * params, GRADIENT_BYTES * params, optimizer / dp if zero >= 1 else optimizer
+        resident * params / (shard if zero >= 3 else 1),
+        profile.gradient_bytes * params / (shard if zero >= 2 else 1),
+        states * params / (shard if zero >= 1 else 1),
     )
 
 
-def layer_activations(instance: Instance, kind: LayerKind, tp: int, micro_batch: int, sp: bool) -> ActivationBytes:
+def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -> ActivationBytes:
     """(M2), (M3), (M5) of one layer and one micro-batch."""
-    hidden, seq_len = instance.model.hidden, instance.workload.seq_len
-    split = tp if sp else 1
-    values = statistics = core = 0.0
+    hidden, workload, tp = instance.model.hidden, instance.workload, sharding.tp
+    split = tp if sharding.sequence_parallel else 1
+    values = plain = core = products = 0.0
     for part in (kind.mixer, kind.ffn):
         if part is None:
             continue
-        values += 2 * hidden / split
+        plain += NORM_KEPT_BYTES[workload.fused_norm] * hidden / split
+        products += hidden / split
         if isinstance(part, Attention):
             heads, kv_heads = max(part.heads / tp, 1), max(part.kv_heads / tp, 1)
             if part.latent is not None:
                 kv_heads = heads
                 values += (part.latent.q_rank or 0) + part.latent.kv_rank + part.latent.qk_rope_dim
             values += heads * (part.head_dim + part.v_head_dim) + kv_heads * (part.head_dim + part.v_head_dim)
-            core = heads * (SOFTMAX_STATISTIC_BYTES if instance.workload.attention == "flash" else 5.0 * seq_len)
-            statistics += core
+            products += heads * (part.head_dim + part.v_head_dim) + kv_heads * (part.head_dim + part.v_head_dim)
+            core = heads * CORE_KEPT_BYTES.get(workload.attention, 0.0) * workload.seq_len
+            core = core or heads * SOFTMAX_STATISTIC_BYTES
+            plain += core
         elif isinstance(part, Mamba):
             values += (4 * part.inner + 4 * part.groups * part.state + (part.heads or 0)) / tp
+            products += 2 * part.inner / tp
         elif isinstance(part, LinearAttention):
             values += (2 * part.key_heads * part.key_dim * 2 + 4 * part.value_heads * part.value_dim) / tp
+            products += 2 * part.value_heads * part.value_dim / tp
         elif isinstance(part, Mlp):
             values += (3 if part.gated else 2) * part.intermediate / tp
+            products += (2 if part.gated else 1) * part.intermediate / tp
         else:
-            values += _moe_values(part, hidden, tp)
-    tokens = micro_batch * seq_len * (1 + instance.profile.memory_fragmentation)
-    everything = ACTIVATION_BYTES * values + statistics
+            kept = _moe_values(part, hidden, sharding)
+            values += kept
+            products += kept
+    tokens = sharding.micro_batch * workload.seq_len / sharding.cp * (1 + instance.profile.memory_fragmentation)
+    everything = ACTIVATION_BYTES * values + plain
     kept_input = min(ACTIVATION_BYTES * hidden / split, everything)  # a layer without parts keeps nothing to begin with
-    return ActivationBytes(tokens * everything, tokens * (everything - core), tokens * kept_input)
+    selective = everything - core
+    if instance.profile.selective:
+        selective = min(selective, ACTIVATION_BYTES * products / 2 + kept_input)
+    return ActivationBytes(tokens * everything, tokens * selective, tokens * kept_input)
 
 
-def _moe_values(part: Moe, hidden: int, tp: int) -> float:
+def _moe_values(part: Moe, hidden: int, sharding: Sharding) -> float:
     """Values kept per token: permuted inputs, expert intermediates, expert outputs, shared expert."""
     inputs = 3 if part.gated else 2
-    return part.top_k * (2 * hidden + inputs * part.intermediate / tp) + inputs * part.shared_intermediate / tp
+    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
+    ways, gathered = (sharding.etp, sharding.etp) if sharding.spread else (sharding.tp, 1)
+    routed = part.top_k / share * gathered * (2 * hidden + inputs * part.intermediate / ways)
+    return routed + inputs * part.shared_intermediate / sharding.tp
 
 
-def head_activations_bytes(instance: Instance, tp: int, micro_batch: int) -> float:
+def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:
     """(M4), (M5): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
-    width = padded_vocab(instance.model.vocab, tp) / tp
+    width = padded_vocab(instance.model.vocab, sharding.tp) / sharding.tp
     per_token = (ACTIVATION_BYTES + LOGIT_BYTES) * width + 2 * ACTIVATION_BYTES * instance.model.hidden
-    return per_token * micro_batch * instance.workload.seq_len * (1 + instance.profile.memory_fragmentation)
+    tokens = sharding.micro_batch * instance.workload.seq_len / sharding.cp
+    return per_token * tokens * (1 + instance.profile.memory_fragmentation)
 
 
-def transfer_buffer_bytes(instance: Instance, micro_batch: int, pp: int) -> float:
+def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
     """Send and receive buffers of a pipeline stage, forward and backward."""
-    if pp == 1:
+    if degrees.pp == 1:
         return 0.0
-    return 4.0 * ACTIVATION_BYTES * micro_batch * instance.workload.seq_len * instance.model.hidden
+    tokens = degrees.micro_batch * instance.workload.seq_len / degrees.cp
+    return 4.0 * ACTIVATION_BYTES * tokens * instance.model.hidden
+
+
+def gather_buffer_bytes(kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
+    """(M6)."""
+    if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1:
+        return 0.0
+    largest = max(params.total for params in kinds)
+    return largest * (2.0 * WEIGHT_BYTES + GRADIENT_BYTES)
 
 
 def tied_copy(instance: Instance, pp: int) -> bool:

@@ -9,16 +9,22 @@ between stages j and j + 1, and `W_k` the time that stage k works on all chunks 
 (T2) W_k = m (sum of forward and backward over its layers, recompute included, + exposed transfers)
 (T3) its last backward is followed by the drain:      E_j = max(A_j, E_{j+1} + hop_j + B_j)
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
-     X_j = max(floor * G_j, G_j - overlap * (F + B of one micro-batch on stage j)) + optimizer
+     X_j = exposed (J5) of G_j beside F + B of one micro-batch on stage j, + optimizer
 (T5) T = overhead + max_j (E_j + X_j)
 
 For even stages and no communication (T1) is the textbook (m + (p - 1) / v) (F + B) of (interleaved) 1F1B (Narayanan et
 al., arXiv 2104.04473, section 2.2). A simulator may add longer paths of the same linear form later.
+
+(T6) A schedule that splits the backward pass fills the drain with weight gradients, w of one micro-batch each: ZB-H1
+     leaves F + B - 2 w of a stage's fill and drain, ZB-2p and ZB-V, with W = F = B - W, nothing (Qi et al., arXiv
+     2401.10241, table 2; arXiv 2405.15362). The drain passes B_j are shortened by 2 w, or 3 w, to no less than -F_j.
+(T7) Devices straggle: every pass is longer by `straggler` per doubling of the devices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd, log2, prod
 from typing import TYPE_CHECKING
 
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
@@ -31,6 +37,14 @@ if TYPE_CHECKING:
     from shardwise.data.cluster import Link
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
+
+
+GRADIENT_PASS_BYTES = 18
+"""Per gradient before the optimizer: unscale into fp32 (read 2, write 4), norm (read 4), clip (read and write 4)."""
+
+BUCKET_RANKS = 40
+"""Buckets grow beyond this many ranks: max(40 million, one million per rank) elements (Megatron
+core/distributed/distributed_data_parallel.py)."""
 
 
 def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
@@ -46,26 +60,72 @@ class SyncRates:
     optimizer_s: float
 
 
-def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int) -> SyncRates:
-    """(T4) Gradient sync and optimizer step per parameter on one device.
+def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_replicate: int = 1) -> SyncRates:
+    """(T4) Gradient sync at the end of a step, and the optimizer, per parameter on one device.
 
-    ZeRO-0 all-reduces fp32 gradients; ZeRO-1 reduce-scatters them and gathers bf16 weights. The optimizer reads the
-    gradient, reads and writes its states and writes the weight of the parameters it owns.
+    ZeRO-0 all-reduces gradients; ZeRO-1 and 2 reduce-scatter them and gather 16-bit weights within dp_shard ranks, and
+    groups all-reduce what each rank owns; ZeRO-3 has only the latter left (`unit_rates`). The optimizer reads the
+    gradient, reads and writes its states and writes the weight of the parameters it owns; before it the gradient is
+    unscaled, its norm is taken and it is clipped, one pass each.
     """
+    profile, accelerator = instance.profile, instance.accelerator
+    reduce_bytes = profile.reduce_bytes
+    bucket = profile.bucket_bytes * max(1.0, dp / BUCKET_RANKS)
+    shard = dp // dp_replicate
+    inner, outer = split_spans(dp_spans, shard)
     communication = 0.0
-    if dp > 1:
-        accelerator, bucket = instance.accelerator, instance.profile.bucket_bytes
-        if zero == 0:
-            communication = GRADIENT_BYTES * bandwidth_time_per_byte(accelerator, "all_reduce", dp_spans, bucket)
-        else:
-            communication = GRADIENT_BYTES * bandwidth_time_per_byte(accelerator, "reduce_scatter", dp_spans, bucket)
+    if dp > 1 and zero == 0:
+        communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "all_reduce", dp_spans, bucket)
+    elif dp > 1:
+        if shard > 1 and zero < 3:
+            communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "reduce_scatter", inner, bucket)
             communication += WEIGHT_BYTES * bandwidth_time_per_byte(
-                accelerator, "all_gather", dp_spans, bucket * WEIGHT_BYTES / GRADIENT_BYTES
+                accelerator, "all_gather", inner, bucket * WEIGHT_BYTES / GRADIENT_BYTES
             )
-    moved = GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
-    owned = dp if zero >= 1 else 1
-    rate = memory_bound_time_s(instance.accelerator, 1e9 * moved, launches=0) / 1e9
+        if dp_replicate > 1:
+            rate = bandwidth_time_per_byte(accelerator, "all_reduce", outer, bucket)
+            communication += reduce_bytes * rate / shard
+    moved = GRADIENT_PASS_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
+    owned = shard if zero >= 1 else 1
+    rate = memory_bound_time_s(accelerator, 1e9 * moved, launches=0) / 1e9
     return SyncRates(communication, rate / owned)
+
+
+def unit_times_s(instance: Instance, dp_spans: Spans, params: float, shard: int) -> tuple[float, float]:
+    """(J5) Transfers of a unit of `params` parameters under ZeRO-3 beside its forward and its backward pass.
+
+    Weights are gathered in 16 bits before each pass, gradients reduce-scattered after the backward one (Zhao et al.,
+    arXiv 2304.11277, section 3.2).
+    """
+    if shard == 1:
+        return 0.0, 0.0
+    inner, _ = split_spans(dp_spans, shard)
+    gather = collective_time_s(instance.accelerator, "all_gather", WEIGHT_BYTES * params, inner)
+    size = instance.profile.reduce_bytes * params
+    return gather, gather + collective_time_s(instance.accelerator, "reduce_scatter", size, inner)
+
+
+def split_spans(spans: Spans, inner: int) -> tuple[Spans, Spans]:
+    """A group as its blocks of `inner` neighbouring ranks, and the group of those blocks."""
+    near: list[tuple[int, Link]] = []
+    far: list[tuple[int, Link]] = []
+    left = inner
+    for members, link in spans:
+        taken = gcd(members, left)
+        left //= taken
+        near.append((taken, link))
+        far.append((members // taken, link))
+    return tuple(near), tuple(far)
+
+
+def group_of(*groups: tuple[int, ...]) -> tuple[int, ...]:
+    """Factors per level of the group that several axes span together."""
+    return tuple(prod(factors) for factors in zip(*groups, strict=True))
+
+
+def straggling(instance: Instance, devices: float) -> float:
+    """(T7) What every pass is multiplied by."""
+    return 1 + instance.profile.straggler * log2(float(devices))
 
 
 def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> tuple[float, ...]:
@@ -76,7 +136,7 @@ def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> t
 
 def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
     """One micro-batch's activations from stage to stage; sequence parallelism sends a 1 / tp share."""
-    size = ACTIVATION_BYTES * degrees.micro_batch * instance.workload.seq_len * instance.model.hidden
+    size = ACTIVATION_BYTES * degrees.micro_batch * instance.workload.seq_len * instance.model.hidden / degrees.cp
     return p2p_time_s(instance.accelerator, size / (degrees.tp if degrees.sequence_parallel else 1), link)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS
-from shardwise.data.plan import Degrees, Placement, Plan, RankOrder, Recompute, Stage
+from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,11 +121,12 @@ def even_split(layers: int, chunks: int) -> list[int]:
 
 def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder) -> Placement:
     """Ranks numbered along the devices: each level takes as much of the faster axes as it holds whole."""
-    left = {"tp": degrees.tp, "pp": degrees.pp, "dp": degrees.dp}
+    left = {"tp": degrees.tp, "cp": degrees.cp, "pp": degrees.pp, "dp": degrees.dp}
     factors: dict[str, list[int]] = {axis: [] for axis in left}
     axes = rank_order.split("-")
-    if sorted(axes) != sorted(left):
+    if sorted(axes) != sorted(AXES):
         raise InputError(f"rank_order={rank_order!r} must be tp-dp-pp or tp-pp-dp")
+    axes.insert(1, "cp")
     block: tuple[int, ...] = ()
     levels = len(instance.levels)
     for level in range(levels):
@@ -139,7 +140,8 @@ def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder
             if left[axis] > 1:
                 room = 0  # a slower axis may not enter this level before a faster one is complete
         block = (*block, used)
-    return Placement(tuple(factors["tp"]), tuple(factors["pp"]), tuple(factors["dp"]), rank_order)
+    tp, pp, dp, cp = (tuple(factors[axis]) for axis in ("tp", "pp", "dp", "cp"))
+    return Placement(tp, pp, dp, rank_order, cp)
 
 
 def _largest_factor(number: int, room: int) -> int:

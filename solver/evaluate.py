@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention
 from shardwise.data.rules import plan_faults
-from shardwise.formulations.coefficients import CostTables, TimeCoefficients
-from shardwise.formulations.layer_costs import Sharding
+from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
+from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
+    KindParams,
     StateBytes,
     end_params_on_device,
+    gather_buffer_bytes,
     head_activations_bytes,
     state_bytes,
     tied_copy,
     transfer_buffer_bytes,
 )
 from shardwise.formulations.schedule import in_flight
+from shardwise.formulations.step_time import straggling
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -45,6 +48,7 @@ class StageMemory:
     logits: float
     recompute_working: float
     transfer_buffers: float
+    gather_buffers: float
     reserve: float
 
     @property
@@ -58,6 +62,10 @@ class TimeParts:
 
     compute: float
     tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    weight_gather: float
+    host: float
     recompute: float
     transfers: float
     fill_and_drain: float
@@ -151,13 +159,13 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     if unusable:
         raise InputError(unusable)
     tables = cost_tables(instance)
-    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches, plan.schedule)
     walk = _Walk(instance, plan, coefficients)
     step_time_s, stage, last = walk.longest_path()
     stages = tuple(_stage_memory(tables, plan, k) for k in range(plan.degrees.pp))
     tokens_per_s = instance.workload.tokens_per_step / step_time_s
     devices = plan.degrees.devices
-    peak = instance.accelerator.flops_per_s[instance.workload.precision]
+    peak = instance.accelerator.flops_per_s[instance.workload.peak]
     return Evaluation(
         step_time_s=step_time_s,
         parts=_time_parts(tables, plan, walk, stage, last),
@@ -196,7 +204,7 @@ def judge(instance: Instance, plan: Plan, unit_s: float) -> Verdict:
 
 
 def _objective_units(instance: Instance, plan: Plan, tables: CostTables, unit_s: float) -> int:
-    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches).in_units(unit_s)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches, plan.schedule).in_units(unit_s)
     return round(_Walk(instance, plan, coefficients).longest_path()[0])
 
 
@@ -335,23 +343,35 @@ class _Walk:
 def _time_parts(tables: CostTables, plan: Plan, walk: _Walk, stage: int, last: int) -> TimeParts:
     """Attribute the longest path: the work of `stage`, the fill before and the drain after it, the tail of `last`."""
     d, c, m = plan.degrees, walk.c, plan.micro_batches
-    kinds, embedding, head = tables.layer_costs.compute(Sharding(d.tp, d.micro_batch, d.sequence_parallel))
-    overhead = tables.instance.profile.layer_overhead_s
+    instance = tables.instance
+    sharding, groups = sharding_of(d), groups_of(instance, d, plan.placement)
+    terms, times = tables.terms(sharding, groups), tables.times(sharding, groups)
     layers = [kind for chunk in walk.stage_chunks(stage) for kind in chunk]
-    compute = sum(m * (kinds[kind].forward_s + kinds[kind].backward_s + 2 * overhead) for kind in layers)
-    work = sum(c.busy[kind] for kind in layers)
-    for end, busy, here in ((embedding, c.embedding_busy, stage == 0), (head, c.head_busy, stage == d.pp - 1)):
-        if here:
-            compute += m * (end.forward_s + end.backward_s)
-            work += busy
+    units = [(terms.kinds[kind], times.kinds[kind], c.busy[kind]) for kind in layers]
+    if stage == 0:
+        units.append((terms.embedding, times.embedding, c.embedding_busy))
+    if stage == d.pp - 1:
+        units.append((terms.head, times.head, c.head_busy))
+    scale = m * straggling(instance, d.devices)
+    causes = dict.fromkeys(("compute", "tensor_parallel", "context_parallel", "expert_parallel", "weight_gather"), 0.0)
+    work = host = 0.0
+    for own, time, busy in units:
+        spent = {name: scale * value for name, value in time_by_cause(own, instance.profile).items()}
+        for name, value in spent.items():
+            causes[name] += value
+        passes = scale * time.both_s
+        host += passes - sum(spent.values())
+        causes["weight_gather"] += busy - passes
+        work += busy
     busy_time = walk.busy(stage)
     fill = sum(walk.first_forward(j) + c.hops[j] for j in range(stage))
     drain = sum(walk.first_backward(j) + c.hops[j] for j in range(last, stage))
-    rates = tables.sync_rates(plan.placement.dp, d.zero)
-    optimizer = rates.optimizer_s * _stage_params(tables, plan, last)
+    dense, expert = tables.group_rates(d, plan.placement)
+    params = _stage_params(tables, plan, last)
+    optimizer = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
     return TimeParts(
-        compute=compute,
-        tensor_parallel=work - compute,
+        **causes,
+        host=host,
         recompute=busy_time - work,
         transfers=c.transfers[stage],
         fill_and_drain=fill + drain,
@@ -361,19 +381,21 @@ def _time_parts(tables: CostTables, plan: Plan, walk: _Walk, stage: int, last: i
     )
 
 
-def _stage_params(tables: CostTables, plan: Plan, stage: int) -> int:
+def _stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     """Parameters on one device of a stage."""
     instance, d = tables.instance, plan.degrees
-    kind_params = tables.kind_params(d.tp)
+    kind_params = tables.kind_params(d.tp, d.ep, d.etp)
     cuts, kinds = plan.cuts, instance.model.kind_indices
-    total = 0
+    dense = expert = 0
     for chunk in range(stage, d.virtual_stages, d.pp):
-        total += sum(kind_params[kind] for kind in kinds[cuts[chunk] : cuts[chunk + 1]])
+        for kind in kinds[cuts[chunk] : cuts[chunk + 1]]:
+            dense += kind_params[kind].dense
+            expert += kind_params[kind].expert
     if stage == 0:
-        total += end_params_on_device(instance, d.tp, head=False)
+        dense += end_params_on_device(instance, d.tp, head=False)
     if stage == d.pp - 1:
-        total += end_params_on_device(instance, d.tp, head=True, with_tied_copy=tied_copy(instance, d.pp))
-    return total
+        dense += end_params_on_device(instance, d.tp, head=True, with_tied_copy=tied_copy(instance, d.pp))
+    return KindParams(dense, expert)
 
 
 def _kept_layers(
@@ -396,21 +418,23 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     """Peak bytes of a stage, at the moment of its largest activations."""
     instance, d = tables.instance, plan.degrees
     kept = _kept_layers(tables, plan, stage)
-    bytes_of = tables.activations(d.tp, d.micro_batch, d.sequence_parallel)
-    vectors = in_flight(d.pp, d.vpp, plan.micro_batches, stage)
+    sharding = sharding_of(d)
+    bytes_of = tables.activations(sharding)
+    vectors = in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     activations = max(
         sum(vector[row] * getattr(bytes_of[kind], mode) for kind, row, mode in kept) for vector in vectors
     )
-    states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d.dp, d.zero)
+    states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d)
     recomputes = any(mode == "full" for _, _, mode in kept)
     return StageMemory(
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
         activations=activations,
-        logits=head_activations_bytes(instance, d.tp, d.micro_batch) if stage == d.pp - 1 else 0.0,
+        logits=head_activations_bytes(instance, sharding) if stage == d.pp - 1 else 0.0,
         recompute_working=max(kind.none for kind in bytes_of) if recomputes else 0.0,
-        transfer_buffers=transfer_buffer_bytes(instance, d.micro_batch, d.pp),
+        transfer_buffers=transfer_buffer_bytes(instance, d),
+        gather_buffers=gather_buffer_bytes(tables.kind_params(d.tp, d.ep, d.etp), d),
         reserve=instance.profile.memory_reserve_bytes,
     )
 
@@ -422,7 +446,7 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     total = memory.fixed + sum(memory.state[kind] for kind, _, _ in kept)
     total += max(
         sum(memory.kept(kind, vector[row], mode) for kind, row, mode in kept)
-        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage)
+        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
     if any(mode == "full" for _, _, mode in kept):
         total += memory.working

@@ -126,7 +126,8 @@ def test_small_heads_run_at_a_lower_rate() -> None:
 def test_unfused_attention_costs_more_than_flash() -> None:
     for direction in ("forward", "backward"):
         flash, unfused = (
-            attention_time_s(H100, 1, 8192, 32, 8, 128, 128, direction=direction, flash=f) for f in (True, False)
+            attention_time_s(H100, 1, 8192, 32, 8, 128, 128, direction=direction, kernel=k)
+            for k in ("flash", "unfused")
         )
         assert unfused > 2 * flash
 
@@ -182,7 +183,7 @@ def test_grouped_gemm_time_is_nondecreasing_in_rows(
     dim=dims,
     window=st.none() | sizes,
     causal=st.booleans(),
-    flash=st.booleans(),
+    kernel=st.sampled_from(["flash", "flash1", "unfused", "eager"]),
     direction=st.sampled_from(["forward", "backward"]),
     axis=st.integers(0, 3),
     grow=st.integers(1, 4096),
@@ -195,7 +196,7 @@ def test_attention_time_is_positive_finite_and_nondecreasing(
     dim: int,
     window: int | None,
     causal: bool,
-    flash: bool,
+    kernel: str,
     direction: str,
     axis: int,
     grow: int,
@@ -212,7 +213,7 @@ def test_attention_time_is_positive_finite_and_nondecreasing(
             causal=causal,
             window=window,
             direction=direction,  # type: ignore[arg-type]
-            flash=flash,
+            kernel=kernel,
             precision=precision_of(device),
         )
 

@@ -24,7 +24,8 @@ from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
 from shardwise.data.workload import Training
 from shardwise.formulations import coefficients
-from shardwise.formulations.layer_costs import LayerCosts, LayerTime, ShardTimes
+from shardwise.formulations.coefficients import CostTables, ShardTimes
+from shardwise.formulations.layer_time import LayerTime
 from shardwise.formulations.step_time import SyncRates
 from shardwise.solver.evaluate import Evaluation, evaluate
 
@@ -48,7 +49,7 @@ def instance_of(kind: LayerKind, layers: int) -> Instance:
     profile = replace(
         load_profile("megatron-core"),
         step_overhead_s=20 * MS, dp_comm_floor=0.1, dp_comm_overlap=0.8, p2p_exposed=1.0, p2p_exposed_interleaved=0.5,
-        memory_reserve_bytes=2048 * 2**20, memory_fragmentation=0.05,
+        straggler=0.0, memory_reserve_bytes=2048 * 2**20, memory_fragmentation=0.05,
     )  # fmt: skip
     return Instance(model, cluster, Training(512, 16), profile=profile)
 
@@ -71,13 +72,13 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
         (LayerTime(10 * MS, 20 * MS, 2 * MS, 10 * MS),), LayerTime(1 * MS, 2 * MS), LayerTime(3 * MS, 6 * MS)
     )
 
-    def rates(_instance: Any, _spans: Any, dp: int, _zero: int) -> SyncRates:
+    def rates(_instance: Any, _spans: Any, dp: int, _zero: int, _dp_replicate: int) -> SyncRates:
         return SyncRates(SYNC_S if dp > 1 else 0.0, OPTIMIZER_S)
 
     def hops(_instance: Any, degrees: Degrees, _placement: Any) -> tuple[float, ...]:
         return tuple(hop * MS for hop in HOPS_MS[: degrees.pp - 1])
 
-    monkeypatch.setattr(LayerCosts, "times", lambda *_: times)
+    monkeypatch.setattr(CostTables, "times", lambda *_: times)
     monkeypatch.setattr(coefficients, "sync_rates", rates)
     monkeypatch.setattr(coefficients, "hop_times_s", hops)
 
