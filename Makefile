@@ -4,13 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: plan test lint unit bench lock clean
+# The torch that tests/torch counts: that version and no other, in a .venv-torch of its own.
+TORCH_VENV := .venv-torch
+TORCH_BIN := $(TORCH_VENV)/bin
+TORCH_STAMP := $(TORCH_VENV)/.installed
+TORCH_VERSION := 2.13.0
+
+.PHONY: plan test test-torch lint unit bench lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
 	$(BIN)/shardwise export plan.json --to megatron-core
 
 test: lint unit
+
+# The step that shardwise counts, under real PyTorch on 4 and 8 processes (docs/counting-check.md).
+test-torch: $(TORCH_STAMP)
+	$(TORCH_BIN)/pytest tests/torch
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,5 +45,11 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable '.[dev]'
 	touch $@
 
+$(TORCH_STAMP): pyproject.toml requirements.lock
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock \
+		--editable . pytest torch==$(TORCH_VERSION)
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info plan.json
+	rm -rf $(VENV) $(TORCH_VENV) build dist *.egg-info plan.json

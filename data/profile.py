@@ -29,13 +29,16 @@ class Profile:
         Share of gradient and weight traffic that always shows; share of the passes beside it that can hide it.
     recompute_overlap, step_overhead_s, straggler
         Share of recomputation that is hidden; fixed seconds a step; growth of every pass per doubling of devices.
-    memory_reserve_bytes, memory_fragmentation
-        Context, communicators and workspaces; share added to activations.
-    memory_band
-        Half width of the band of a memory prediction, as a share of it.
-    weight_bytes, gradient_bytes, reduce_bytes, bucket_bytes, selective
-        Facts of the framework: bytes of a resident weight, of a resident gradient, of a gradient on the wire; size of
-        a gradient bucket; what "selective" recomputes (0 the attention core, 1 all but matrix products).
+    memory_activations, memory_fragmentation, memory_reserve_bytes
+        Activations over what fused kernels keep; share of them that the allocator holds on top; context, communicators
+        and workspaces.
+    memory_quantile, memory_band
+        What a prediction is multiplied by before it is compared with the memory of a device; half width of its band,
+        as a share of it.
+    weight_bytes, gradient_bytes, reduce_bytes, logit_bytes, bucket_bytes, selective
+        Facts of the framework: bytes of a resident weight, of a resident gradient, of a gradient on the wire, of a
+        logit with its copies; size of a gradient bucket; what "selective" recomputes (0 the attention core, 1 all but
+        matrix products).
     """
 
     name: str
@@ -54,18 +57,30 @@ class Profile:
     recompute_overlap: float
     step_overhead_s: float
     straggler: float
-    memory_reserve_bytes: float
+    memory_activations: float
     memory_fragmentation: float
+    memory_reserve_bytes: float
+    memory_quantile: float
     memory_band: float
     weight_bytes: float
     gradient_bytes: float
     reduce_bytes: float
+    logit_bytes: float
     bucket_bytes: float
     selective: float
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "name")
-POSITIVE = ("gemm", "core", "weight_bytes", "gradient_bytes", "reduce_bytes", "bucket_bytes")
+POSITIVE = (
+    "gemm",
+    "core",
+    "memory_activations",
+    "memory_quantile",
+    "weight_bytes",
+    "gradient_bytes",
+    "reduce_bytes",
+    "bucket_bytes",
+)
 BASE = "shared"
 """The file whose constants every other profile starts from."""
 

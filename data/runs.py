@@ -84,7 +84,7 @@ PROFILE_OF = (
     ("llm-foundry", "fsdp1"),
     ("composer", "fsdp1"),
     ("fsdp", "fsdp1"),
-    ("aleph", "megatron-2023"),
+    ("aleph", "aleph-scaling"),
     ("megatron-lm schedule", "megatron-2023"),
     ("megatron-deepspeed", "megatron-2021"),
     ("deepspeed", "megatron-2021"),
@@ -96,6 +96,8 @@ PROFILE_OF = (
 )
 """Profile by a part of what `framework` says, first match."""
 
+BEFORE_FLASH = ("megatron-2021", "megatron-2023", "aleph-scaling")
+"""Generations whose default is the fused softmax."""
 FALLBACK_PROFILE = "megatron-core"
 GATED = ("llama", "internlm", "mistral", "mixtral", "qwen", "deepseek", "moonlight", "gemma", "yi", "baichuan", "palm")
 
@@ -215,8 +217,9 @@ def _modelled(run: Run) -> Run:
         seq_len=_count(row, "seq_len"),
         global_batch=_count(row, "global_batch"),
         precision=_precision(row.get("precision", ""), assumed),
-        attention=_attention(row.get("flash_attention", ""), model, assumed),
+        attention=_attention(row.get("flash_attention", ""), run.profile, assumed),
         fused_norm=_fused_norm(row, run.profile),
+        fp32_gradients="fp32 grad" in row.get("precision", "").lower(),
     )
     cluster = cluster_of(
         row["gpu"],
@@ -435,7 +438,7 @@ def _precision(text: str, assumed: list[str]) -> Any:
     return "fp16" if text.startswith("fp16") and "bf16" not in text else "bf16"
 
 
-def _attention(text: str, model: Model, assumed: list[str]) -> Any:
+def _attention(text: str, profile: str, assumed: list[str]) -> Any:
     text = text.lower()
     if "v1" in text or "triton" in text or text == "flash_attention":
         return "flash1"
@@ -446,14 +449,16 @@ def _attention(text: str, model: Model, assumed: list[str]) -> Any:
     if text == "torch":
         return "eager"
     if not text:
-        assumed.append("attention=flash (not stated)")
+        kernel = "unfused" if profile in BEFORE_FLASH else "flash"
+        assumed.append(f"attention={kernel} (not stated)")
+        return kernel
     return "flash"
 
 
 def _fused_norm(row: Row, profile: str) -> bool:
     kernels = row.get("flash_attention", "").lower()
     framework = row.get("framework", "").lower()
-    if profile == "megatron-2023" and "aleph" in framework:
+    if profile == "aleph-scaling":
         return "rms" in kernels
     if profile == "torchtitan":
         return "compile" in framework

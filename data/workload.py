@@ -26,6 +26,7 @@ class Training:
     """One optimizer step of pre-training: `global_batch` sequences of `seq_len` tokens.
 
     `attention` and `fused_norm` name the kernels that are there: norms are one kernel, or a chain of fp32 operations.
+    `fp32_gradients` asks for accumulation in fp32 where the framework does not do so anyway.
     """
 
     seq_len: int
@@ -34,6 +35,7 @@ class Training:
     optimizer: Optimizer = "adamw"
     attention: Attention = "flash"
     fused_norm: bool = True
+    fp32_gradients: bool = False
 
     def __post_init__(self) -> None:
         faults = []
@@ -43,8 +45,11 @@ class Training:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 faults.append(f"workload.{name}={value!r} must be a whole number between 1 and {most}")
-        if not isinstance(self.fused_norm, bool):
-            faults.append(f"workload.fused_norm={self.fused_norm!r} must be true or false")
+        faults += [
+            f"workload.{name}={getattr(self, name)!r} must be true or false"
+            for name in ("fused_norm", "fp32_gradients")
+            if not isinstance(getattr(self, name), bool)
+        ]
         for name, chosen, allowed in (
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),

@@ -298,7 +298,7 @@ class CostTables:
             fixed=mib_up(instance.profile.memory_reserve_bytes)
             + mib_up(transfer_buffer_bytes(instance, degrees))
             + mib_up(gather_buffer_bytes(kinds, degrees)),
-            working=max(mib_up(kept.none) for kept in activations),
+            working=max(mib_up(kept.working) for kept in activations),
             capacity=self.capacity_mib,
         )
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from shardwise.data.instance import Instance
 
 ACTIVATION_BYTES = 2
-LOGIT_BYTES = 4
 VOCAB_MULTIPLE = 128
 SCAN_CHUNK = 256
 BACKWARD_TRAFFIC = 2.0

@@ -10,12 +10,16 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      experts are spread over ep and split over etp.
 (M2) activations kept for the backward pass, per layer and micro-batch in flight, by what autograd saves: the input of
      the norm and of the matrix behind it for each part (split by u; 9.5 bytes instead of 4 where norms are not fused),
-     and the intermediates of the part split by t; unfused attention adds 5 a s per token, without a fused softmax 11
+     and the intermediates of the part split by t; 8-bit and
+     narrower products keep their inputs in one byte; unfused attention adds 5 a s per token, without a fused softmax 6
      (Korthikanti et al., arXiv 2205.05198, section 4.1, without dropout masks elsewhere).
 (M3) selective recompute drops what the attention core saves, or all but the outputs of matrix products; full recompute
-     keeps the layer's input only, and needs one layer's activations while it recomputes.
-(M4) the last stage holds one micro-batch of logits, 2 + 4 bytes each over V / t, and the final norm.
-(M5) a share is added to activations for fragmentation, and a fixed reserve for context and communicators.
+     keeps the layer's input only, and needs one layer's activations while it recomputes, with the gradients of the
+     S x S matrices where attention is not flash.
+(M4) the last stage holds one micro-batch of logits over V / t, with the fp32 copies of the loss, and the final norm.
+(M5) activations are scaled by what the software keeps beyond fused kernels, and by what the allocator holds on top
+     (fragmentation); a fixed reserve stands for context and communicators. "Allocated" is without the last two,
+     "reserved" without the reserve, "device" everything.
 (M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
@@ -29,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
-from shardwise.formulations.layer_costs import ACTIVATION_BYTES, LOGIT_BYTES, padded_vocab
+from shardwise.formulations.layer_costs import ACTIVATION_BYTES, padded_vocab
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -42,7 +46,10 @@ GRADIENT_BYTES = 4
 FP32_BYTES = 4
 SOFTMAX_STATISTIC_BYTES = 4
 NORM_KEPT_BYTES = {True: 4.0, False: 9.5}
-CORE_KEPT_BYTES = {"unfused": 5.0, "eager": 11.0}
+CORE_KEPT_BYTES = {"unfused": 5.0, "eager": 6.0}
+PASSING_BYTES = {"unfused": 6.0, "eager": 12.0}
+"""Gradients of the S x S matrices that the backward pass holds for a moment: three of 16 bits, or of 32 bits."""
+NARROW_PEAKS = ("fp8", "fp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +84,12 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """(M2), (M3) What one layer keeps per micro-batch in flight under each recompute mode."""
+    """(M2), (M3) What one layer keeps per micro-batch in flight under each recompute mode, and needs while repeated."""
 
     none: float
     selective: float
     full: float
+    working: float
 
 
 def mib_up(size_bytes: float) -> int:
@@ -136,21 +144,28 @@ def _state(instance: Instance, params: int, shard: int, zero: int) -> StateBytes
     states = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] - (FP32_BYTES if resident == FP32_BYTES else 0)
     return StateBytes(
         resident * params / (shard if zero >= 3 else 1),
-        profile.gradient_bytes * params / (shard if zero >= 2 else 1),
+        resident_gradient_bytes(instance) * params / (shard if zero >= 2 else 1),
         states * params / (shard if zero >= 1 else 1),
     )
+
+
+def resident_gradient_bytes(instance: Instance) -> float:
+    """(M1) Bytes of a gradient; asked to accumulate in fp32, a framework with 16-bit gradients holds both."""
+    own = instance.profile.gradient_bytes
+    return own + FP32_BYTES if instance.workload.fp32_gradients and own < FP32_BYTES else own
 
 
 def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -> ActivationBytes:
     """(M2), (M3), (M5) of one layer and one micro-batch."""
     hidden, workload, tp = instance.model.hidden, instance.workload, sharding.tp
     split = tp if sharding.sequence_parallel else 1
-    values = plain = core = products = 0.0
+    values = plain = core = products = inputs = 0.0
     for part in (kind.mixer, kind.ffn):
         if part is None:
             continue
         plain += NORM_KEPT_BYTES[workload.fused_norm] * hidden / split
         products += hidden / split
+        inputs += hidden / split
         if isinstance(part, Attention):
             heads, kv_heads = max(part.heads / tp, 1), max(part.kv_heads / tp, 1)
             if part.latent is not None:
@@ -158,6 +173,7 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
                 values += (part.latent.q_rank or 0) + part.latent.kv_rank + part.latent.qk_rope_dim
             values += heads * (part.head_dim + part.v_head_dim) + kv_heads * (part.head_dim + part.v_head_dim)
             products += heads * (part.head_dim + part.v_head_dim) + kv_heads * (part.head_dim + part.v_head_dim)
+            inputs += heads * part.v_head_dim
             core = heads * CORE_KEPT_BYTES.get(workload.attention, 0.0) * workload.seq_len
             core = core or heads * SOFTMAX_STATISTIC_BYTES
             plain += core
@@ -170,17 +186,29 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
         elif isinstance(part, Mlp):
             values += (3 if part.gated else 2) * part.intermediate / tp
             products += (2 if part.gated else 1) * part.intermediate / tp
+            inputs += part.intermediate / tp
         else:
             kept = _moe_values(part, hidden, sharding)
             values += kept
             products += kept
-    tokens = sharding.micro_batch * workload.seq_len / sharding.cp * (1 + instance.profile.memory_fragmentation)
+            inputs += kept / 3
+    tokens = sharding.micro_batch * workload.seq_len / sharding.cp * activation_scale(instance)
     everything = ACTIVATION_BYTES * values + plain
+    if workload.peak in NARROW_PEAKS:
+        everything -= inputs
     kept_input = min(ACTIVATION_BYTES * hidden / split, everything)  # a layer without parts keeps nothing to begin with
     selective = everything - core
     if instance.profile.selective:
         selective = min(selective, ACTIVATION_BYTES * products / 2 + kept_input)
-    return ActivationBytes(tokens * everything, tokens * selective, tokens * kept_input)
+    passing = heads_here(kind, tp) * PASSING_BYTES.get(workload.attention, 0.0) * workload.seq_len
+    return ActivationBytes(
+        tokens * everything, tokens * selective, tokens * kept_input, tokens * (everything + passing)
+    )
+
+
+def heads_here(kind: LayerKind, tp: int) -> float:
+    """Attention heads of one layer on one of `tp` devices."""
+    return max(kind.mixer.heads / tp, 1) if isinstance(kind.mixer, Attention) else 0.0
 
 
 def _moe_values(part: Moe, hidden: int, sharding: Sharding) -> float:
@@ -195,9 +223,14 @@ def _moe_values(part: Moe, hidden: int, sharding: Sharding) -> float:
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:
     """(M4), (M5): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
     width = padded_vocab(instance.model.vocab, sharding.tp) / sharding.tp
-    per_token = (ACTIVATION_BYTES + LOGIT_BYTES) * width + 2 * ACTIVATION_BYTES * instance.model.hidden
+    per_token = instance.profile.logit_bytes * width + 2 * ACTIVATION_BYTES * instance.model.hidden
     tokens = sharding.micro_batch * instance.workload.seq_len / sharding.cp
     return per_token * tokens * (1 + instance.profile.memory_fragmentation)
+
+
+def activation_scale(instance: Instance) -> float:
+    """(M5) What the activations that fused kernels keep are multiplied by."""
+    return instance.profile.memory_activations * (1 + instance.profile.memory_fragmentation)
 
 
 def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:

@@ -6,9 +6,9 @@
      groups of p micro-batches per chunk; stage k is min(m v, 2 (p - k - 1) + (v - 1) p) passes ahead, then alternates
      one forward and one backward. Backward passes take the chunks in reverse order.
 
-(S3) GPipe keeps all m micro-batches. ZB-H1 keeps as many as 1F1B, ZB-2p twice as many less one, 2 (p - k) - 1, and ZB-V
-     puts two chunks on each stage and keeps p micro-batches' worth everywhere (Qi et al., arXiv 2401.10241, section 2;
-     arXiv 2405.15362, table 1).
+(S3) GPipe keeps all m micro-batches. ZB-H1 keeps as many as 1F1B; ZB-2p 2 p - 1 on every stage, since weight gradients
+     wait; ZB-V puts two chunks on each stage and keeps p micro-batches' worth everywhere (Qi et al., arXiv 2401.10241,
+     section 2; arXiv 2405.15362, table 1).
 
 In flight is a vector with one entry per chunk of the stage. Memory is linear in it, so the maximal vectors of the order
 are enough: every other moment needs no more.
@@ -25,7 +25,7 @@ def in_flight(pp: int, vpp: int, micro_batches: int, stage: int, schedule: str =
     if schedule == "gpipe":
         return ((micro_batches,) * vpp,)
     if schedule == "zb-2p":
-        return ((min(micro_batches, 2 * (pp - stage) - 1),) * vpp,)
+        return ((min(micro_batches, 2 * pp - 1),) * vpp,)
     if schedule == "zb-v":
         return ((min(micro_batches, pp),) * vpp,)
     if vpp == 1:

@@ -49,11 +49,17 @@ class StageMemory:
     recompute_working: float
     transfer_buffers: float
     gather_buffers: float
+    fragmentation: float
     reserve: float
 
     @property
     def total(self) -> float:
         return float(sum(asdict(self).values()))
+
+    def of_kind(self, kind: str) -> float:
+        """(M5) What a reading of "allocated", "reserved" or "device" memory would show."""
+        held = self.total - (0.0 if kind == "device" else self.reserve)
+        return held - self.fragmentation if kind == "allocated" else held
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,15 +432,19 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     )
     states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d)
     recomputes = any(mode == "full" for _, _, mode in kept)
+    working = max(kind.working for kind in bytes_of) if recomputes else 0.0
+    logits = head_activations_bytes(instance, sharding) if stage == d.pp - 1 else 0.0
+    used = 1 / (1 + instance.profile.memory_fragmentation)
     return StageMemory(
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=activations,
-        logits=head_activations_bytes(instance, sharding) if stage == d.pp - 1 else 0.0,
-        recompute_working=max(kind.none for kind in bytes_of) if recomputes else 0.0,
+        activations=activations * used,
+        logits=logits * used,
+        recompute_working=working * used,
         transfer_buffers=transfer_buffer_bytes(instance, d),
         gather_buffers=gather_buffer_bytes(tables.kind_params(d.tp, d.ep, d.etp), d),
+        fragmentation=(activations + logits + working) * (1 - used),
         reserve=instance.profile.memory_reserve_bytes,
     )
 

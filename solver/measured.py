@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.data.faults import InputError
 from shardwise.data.instance import Instance
-from shardwise.data.profile import Profile, load_profile
+from shardwise.data.profile import load_profile
 from shardwise.data.rules import FREE
 from shardwise.formulations.coefficients import CostTables
 from shardwise.formulations.table import UnitTimes
@@ -30,19 +30,19 @@ class Planned:
     reason: str = ""
 
 
-def planned_runs(runs: Iterable[Run], profiles: dict[str, Profile] | None = None) -> list[Planned]:
+def planned_runs(runs: Iterable[Run], profile: str | None = None) -> list[Planned]:
     """Every run with its plan, in order; runs of one instance share its tables.
 
     Parameters
     ----------
-    profiles
-        Profiles by name; the catalogue's without it.
+    profile
+        A profile for all of them; that of each run's framework without it.
     """
     known: dict[tuple[Any, ...], UnitTimes] = {}
-    return [_planned(run, known, profiles or {}) for run in runs]
+    return [_planned(replace(run, profile=profile) if profile else run, known) for run in runs]
 
 
-def _planned(run: Run, known: dict[tuple[Any, ...], UnitTimes], profiles: dict[str, Profile]) -> Planned:
+def _planned(run: Run, known: dict[tuple[Any, ...], UnitTimes]) -> Planned:
     if run.reason:
         return Planned(run, reason=run.reason)
     assert run.model is not None
@@ -52,8 +52,7 @@ def _planned(run: Run, known: dict[tuple[Any, ...], UnitTimes], profiles: dict[s
     try:
         key = (id(run.model), id(run.cluster), replace(run.workload, global_batch=1), run.profile)
         if key not in known:
-            profile = profiles.get(run.profile) or load_profile(run.profile)
-            instance = Instance(run.model, run.cluster, run.workload, rules=FREE, profile=profile)
+            instance = Instance(run.model, run.cluster, run.workload, rules=FREE, profile=load_profile(run.profile))
             known[key] = UnitTimes(CostTables(instance))
         units = known[key]
         return Planned(run, units, plan_of(run, units.tables.instance))

@@ -55,7 +55,7 @@ NO_TIME = TimeCoefficients(
     head_tail_overlap=0, hops=(0,) * 7, transfers=(0,) * 8, tied=0, overhead=0,
 )  # fmt: skip
 NO_MEMORY = MemoryCoefficients(
-    state=(0, 0), activations=(ActivationBytes(0, 0, 0),) * 2, embedding=0, head=0, fixed=0, working=0, capacity=0
+    state=(0, 0), activations=(ActivationBytes(0, 0, 0, 0),) * 2, embedding=0, head=0, fixed=0, working=0, capacity=0
 )
 
 
@@ -353,7 +353,7 @@ def fits(
     """Two stages, four micro-batches; MiB: state 10 a layer, kept 3 / 2 / 1 a layer and micro-batch, embedding 5,
     head 7, fixed 20, working 4."""
     memory = MemoryCoefficients(
-        state=(10,), activations=(ActivationBytes(3 * MIB, 2 * MIB, 1 * MIB),), embedding=5, head=7, fixed=20, working=4,
+        state=(10,), activations=(ActivationBytes(3 * MIB, 2 * MIB, 1 * MIB, 3 * MIB),), embedding=5, head=7, fixed=20, working=4,
         capacity=capacity,
     )  # fmt: skip
     group = Group(instance_of("a" * sum(sizes)), (option_of(pp=2, vpp=vpp, micro_batches=4, memory=memory),))

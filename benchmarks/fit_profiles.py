@@ -1,0 +1,160 @@
+"""Fit every profile in `data/profiles/` to the measured runs that ship with the package.
+
+    python benchmarks/fit_profiles.py [--rows data/measured/training_calibration.csv] [--out data/profiles]
+
+First the shared constants, then each generation's own around them (`solver/hierarchy.py`). Of a generation's own
+constants those are kept whose removal raises its leave-one-sweep-out error; the rest stay at the shared value. Memory
+constants are fitted where a generation has readings or runs that ran out of memory. Facts and bounds in the files stay.
+Prints in-sample and leave-one-source-out errors. Deterministic; some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.data import profile as profiles_module
+from shardwise.data.profile import BASE, list_profiles, load_profile, profile_document, profile_from
+from shardwise.data.runs import read_runs
+from shardwise.formulations.table import step_times_s
+from shardwise.solver.calibrate import document_of, to_toml
+from shardwise.solver.fitting import MEMORY_WIDTHS, TIME_WIDTHS, fit_memory, fit_time
+from shardwise.solver.hierarchy import (
+    OWN_WEIGHT,
+    Timed,
+    bounds_of,
+    fit_shared,
+    timed_rows,
+    with_constants,
+)
+from shardwise.solver.measured import Planned, planned_runs
+from shardwise.solver.validate import GB, memory_of, sweep_key
+
+if TYPE_CHECKING:
+    from shardwise.data.profile import Profile
+
+NEUTRAL = {"ep_comm_exposed": 0.3, "step_overhead_s": 0.0}
+FOLDS = 8
+WORSE = 2e-4
+"""A constant goes when the leave-one-sweep-out error without it is not higher by this much."""
+
+
+def folds_of(planned: list[Planned]) -> np.ndarray[Any, Any]:
+    """A fold for every row: sweeps stay together."""
+    keys: list[tuple[str, ...]] = [sweep_key(p.run)[:6] for p in planned]
+    if len(set(keys)) == 1:  # one sweep: leave single rows out
+        keys = [(p.run.id,) for p in planned]
+    order = {key: index % FOLDS for index, key in enumerate(dict.fromkeys(keys))}
+    return np.array([order[key] for key in keys])
+
+
+def own_fit(rows: Timed, weights: Any, prior: Profile, name: str, names: list[str]) -> Profile:
+    return fit_time(rows.table, rows.measured_s, prior, bounds_of(name), names, weights=weights).profile
+
+
+def held_out_error(rows: Timed, folds: Any, weights: Any, prior: Profile, name: str, names: list[str]) -> float:
+    """Weighted mean absolute log error of rows whose sweep the fit did not see."""
+    errors = np.zeros(len(rows.measured_s))
+    for fold in np.unique(folds):
+        out = folds == fold
+        found = prior if out.all() else own_fit(rows.rows(~out), weights[~out], prior, name, names)
+        errors[out] = np.abs(np.log(step_times_s(rows.rows(out).table, found) / rows.measured_s[out]))
+    return float(np.average(errors, weights=weights))
+
+
+def chosen_names(rows: Timed, folds: Any, weights: Any, prior: Profile, name: str, candidates: list[str]) -> list[str]:
+    """Backward elimination by the leave-one-sweep-out error."""
+    everything = own_fit(rows, weights, prior, name, candidates)
+    kept = list(candidates)
+
+    def shift(constant: str) -> float:
+        return abs(getattr(everything, constant) - getattr(prior, constant)) / TIME_WIDTHS[constant]
+
+    error = held_out_error(rows, folds, weights, prior, name, kept)
+    for constant in sorted(candidates, key=shift):
+        fewer = [other for other in kept if other != constant]
+        without = held_out_error(rows, folds, weights, prior, name, fewer)
+        if without <= error + WORSE:
+            kept, error = fewer, min(error, without)
+    return kept
+
+
+def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[str, float]:
+    """Memory constants of one profile, where rows speak of them."""
+    rows = [p for p in planned if p.plan is not None and p.run.profile == name]
+    readings = np.array([p.run.measured_memory_gb or np.nan for p in rows], dtype=np.float64) * GB
+    readings[["mem_unit" in p.run.flags for p in rows]] = np.nan
+    ran_out = np.array([p.run.out_of_memory and "fragmentation" not in p.run.flags for p in rows])
+    if not np.isfinite(readings).any() and not ran_out.any():
+        return {}
+    kind = np.array([p.run.memory_kind for p in rows])
+    fit = fit_memory(memory_of(rows), kind, readings, ran_out, prior, bounds_of(name))
+    found = {constant: getattr(fit.profile, constant) for constant in MEMORY_WIDTHS}
+    read = fit.residuals[np.isfinite(fit.residuals)]
+    if len(read) >= 10:
+        found["memory_band"] = min(max(1.96 * float(np.std(read)), 0.03), 0.5)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, default=Path("data/measured/training_calibration.csv"))
+    parser.add_argument("--out", type=Path, default=Path("data/profiles"))
+    arguments = parser.parse_args()
+    planned = planned_runs(read_runs(arguments.rows))
+    timed_planned = [p for p in planned if p.plan is not None and p.run.scored]
+    timed = timed_rows(planned)
+    shared_names = [name for name in TIME_WIDTHS if name not in NEUTRAL]
+    document = profile_document(BASE)
+    for name, value in NEUTRAL.items():
+        document["constants"][name]["value"] = value
+    sources = len(dict.fromkeys(timed.source.tolist()))
+    shared = fit_shared(timed, shared_names)
+    constants = {name: getattr(shared, name) for name in shared_names}
+    for entry in document["constants"].values():
+        entry.pop("fitted", None)
+    to = f"{len(timed.measured_s)} runs of {sources} sources, benchmarks/fit_profiles.py"
+    document = document_of(BASE, document["description"], document["constants"], constants, to)
+    (arguments.out / f"{BASE}.toml").write_text(to_toml(document, HEADER), encoding="utf-8")
+    shared = profile_from(document, BASE)
+    print(BASE, {name: float(f"{value:.3g}") for name, value in constants.items()})
+    for name in list_profiles():
+        own = timed.profile == name
+        rows = timed.rows(own)
+        prior = with_constants(load_profile(name), shared, TIME_WIDTHS)
+        found: dict[str, float] = {}
+        if own.any():
+            weights = timed.weights(-0.25, OWN_WEIGHT)[own]
+            folds = folds_of([p for p in timed_planned if p.run.profile == name])
+            names = chosen_names(rows, folds, weights, prior, name, shared_names)
+            fitted = own_fit(rows, weights, prior, name, names)
+            found = {constant: getattr(fitted, constant) for constant in names}
+        memory = memory_constants(planned, prior, name)
+        existing = profile_document(name)
+        entries = {
+            key: {part: value for part, value in entry.items() if part != "fitted"}
+            for key, entry in existing["constants"].items()
+            if "fitted" not in entry or entry.get("from") == BASE
+        }
+        shared_entries = {key: entry | {"from": BASE} for key, entry in document["constants"].items()}
+        entries = {key: entries.get(key, shared_entries[key]) for key in shared_entries}
+        sources_text = ", ".join(dict.fromkeys(rows.source.tolist()))
+        text = f"{len(rows.measured_s)} runs ({sources_text}), benchmarks/fit_profiles.py"
+        own_document = document_of(name, existing["description"], entries, found | memory, text)
+        (arguments.out / f"{name}.toml").write_text(to_toml(own_document), encoding="utf-8")
+        print(name, {key: float(f"{value:.3g}") for key, value in (found | memory).items()}, flush=True)
+    profiles_module.load_profile.cache_clear()
+    assert replace(shared) == shared
+
+
+HEADER = """Constants that every profile starts from; a profile states only those in which its software differs.
+`fitted` names what a value was fitted to; a constant without it is a bounded assumption or a fact with its source.
+Written by benchmarks/fit_profiles.py: bounds, reasons and values that are not fitted may be edited."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The lines of `memory` for many plans at once, as arrays; one row a plan, P stages, U units as in `table`.
+
+(W1) the peak of a stage is that of (M1)-(M6): its states, what its layers keep for the micro-batches in flight on it,
+     one layer while it is recomputed, the logits of the last stage, buffers. Interleaved stages have several moments of
+     (S2); the one that holds most bytes is chosen when the row is made.
+(W2) the verdict counts whole MiB, each line of each layer rounded up (F2), as the formulation does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.formulations.coefficients import sharding_of
+from shardwise.formulations.memory import (
+    MIB,
+    KindParams,
+    activation_scale,
+    end_params_on_device,
+    gather_buffer_bytes,
+    head_activations_bytes,
+    state_bytes,
+    tied_copy,
+    transfer_buffer_bytes,
+)
+from shardwise.formulations.schedule import in_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.data.plan import Degrees, Plan
+    from shardwise.formulations.coefficients import CostTables
+
+Floats = npt.NDArray[np.float64]
+MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTable:
+    """Bytes, with the constants of each row's own profile in its facts but not in its scales.
+
+    states (R, P); kept (R, P): activations before `memory_activations` and fragmentation; working (R, P) likewise;
+    logits (R, P) before fragmentation; buffers (R, 1); mib (R, P): the verdict's MiB under the row's own profile;
+    capacity (R, 1) bytes; held (R, P): whether the stage exists.
+    """
+
+    states: Floats
+    kept: Floats
+    working: Floats
+    logits: Floats
+    buffers: Floats
+    mib: Floats
+    capacity: Floats
+    held: npt.NDArray[np.bool_]
+
+    def rows(self, chosen: npt.NDArray[Any]) -> MemoryTable:
+        """The rows at an index or mask."""
+        return MemoryTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def peaks(self, profile: Any, kind: npt.NDArray[Any]) -> Floats:
+        """Bytes of the worst device, shape (R,), of the kind asked for each row: allocated, reserved or device."""
+        fragmentation = np.where(kind == "allocated", 0.0, 1.0)[:, None] * profile.memory_fragmentation
+        reserve = np.where(kind == "device", 1.0, 0.0)[:, None] * profile.memory_reserve_bytes
+        active = (self.kept + self.working) * profile.memory_activations + self.logits
+        total = self.states + self.buffers + active * (1 + fragmentation) + reserve
+        return np.asarray(np.where(self.held, total, 0.0).max(axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """One plan's share of a table."""
+
+    states: Floats
+    kept: Floats
+    working: Floats
+    logits: Floats
+    buffers: float
+    mib: Floats
+    capacity: int
+
+
+class MemoryLines:
+    """The memory of the plans of one instance, remembered by what it depends on."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables = tables
+        self._known: dict[tuple[Any, ...], _Lines] = {}
+        self._units: dict[tuple[Any, ...], tuple[Floats, float]] = {}
+
+    def of(self, plan: Plan) -> _Lines:
+        """The lines of a plan."""
+        d = plan.degrees
+        shard = (d.cp * d.dp_shard, d.expert_dp) if d.zero else (1, 1)
+        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
+        key = (sharding_of(d), shard, d.zero, d.vpp, plan.stages, flying, plan.schedule)
+        if key not in self._known:
+            self._known[key] = self._made(plan)
+        return self._known[key]
+
+    def _states(self, degrees: Degrees) -> tuple[Floats, float]:
+        """Bytes of states of each unit, and of buffers."""
+        shard = (degrees.cp * degrees.dp_shard, degrees.expert_dp) if degrees.zero else (1, 1)
+        key = (sharding_of(degrees), shard, degrees.zero, degrees.pp > 1)
+        if key not in self._units:
+            tables, instance = self.tables, self.tables.instance
+            kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
+            ends = (
+                end_params_on_device(instance, degrees.tp, head=False),
+                end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)),
+            )
+            units = [*kinds, *(KindParams(n, 0) for n in ends)]
+            states = np.array([state_bytes(instance, unit, degrees).total for unit in units])
+            buffers = transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(kinds, degrees)
+            self._units[key] = states, buffers
+        return self._units[key]
+
+    def _made(self, plan: Plan) -> _Lines:
+        tables, instance, d = self.tables, self.tables.instance, plan.degrees
+        states, buffers = self._states(d)
+        sharding, scale = sharding_of(d), activation_scale(instance)
+        activations = tables.activations(sharding)
+        by_mode = np.array([[getattr(kept, mode) for kept in activations] for mode in MODES])
+        layers = _layers(plan, instance.model.kind_indices, len(activations))
+        pp = d.pp
+        kept = np.zeros(pp)
+        kept_mib = np.zeros(pp)
+        for k in range(pp):
+            vectors = np.array(in_flight(pp, d.vpp, plan.micro_batches, k, plan.schedule), dtype=np.float64)
+            own = layers[:, :, k]
+            kept[k] = np.einsum("vc,cmu,mu->v", vectors, own, by_mode).max()
+            rounded = np.ceil(vectors[:, :, None, None] * by_mode / MIB)
+            kept_mib[k] = np.einsum("vcmu,cmu->v", rounded, own).max()
+        counts = layers.sum(axis=(0, 1))
+        recomputes = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
+        largest = max(one.working for one in activations)
+        memory = tables.memory(d)
+        mib = counts @ np.array(memory.state) + kept_mib + memory.fixed + recomputes * memory.working
+        held = counts @ states[:-2]
+        logits = np.zeros(pp)
+        held[0] += states[-2]
+        held[-1] += states[-1]
+        mib[0] += memory.embedding
+        mib[-1] += memory.head
+        logits[-1] = head_activations_bytes(instance, sharding) / (1 + instance.profile.memory_fragmentation)
+        working = np.where(recomputes, largest / scale, 0.0)
+        return _Lines(held, kept / scale, working, logits, buffers, mib, instance.memory_limit_bytes)
+
+
+def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:
+    """Layers of each kind, shape (vpp, modes, pp, kinds), by chunk row, recompute mode and stage."""
+    pp, vpp = plan.degrees.pp, plan.degrees.vpp
+    out = np.zeros((vpp, len(MODES), pp, units))
+    position = 0
+    for chunk, layers in enumerate(plan.chunk_layers):
+        row, k = divmod(chunk, pp)
+        setting = plan.stages[k]
+        chosen = np.array(kinds[position : position + layers], dtype=np.int64)
+        repeated = setting.recompute_layers if setting.recompute == "full" else 0
+        out[row, MODES.index("full"), k] += np.bincount(chosen[:repeated], minlength=units)
+        mode = "selective" if setting.recompute == "selective" else "none"
+        out[row, MODES.index(mode), k] += np.bincount(chosen[repeated:], minlength=units)
+        position += layers
+    return out
+
+
+def memory_table(rows: Sequence[tuple[MemoryLines, Plan]]) -> MemoryTable:
+    """The table of some plans, each with the lines of its instance."""
+    found = [lines.of(plan) for lines, plan in rows]
+    most = max(len(lines.states) for lines in found)
+
+    def by_stage(name: str) -> Floats:
+        out = np.zeros((len(found), most))
+        for row, lines in enumerate(found):
+            values = getattr(lines, name)
+            out[row, : len(values)] = values
+        return out
+
+    held = np.zeros((len(found), most), dtype=bool)
+    for row, lines in enumerate(found):
+        held[row, : len(lines.states)] = True
+    return MemoryTable(
+        states=by_stage("states"),
+        kept=by_stage("kept"),
+        working=by_stage("working"),
+        logits=by_stage("logits"),
+        buffers=np.array([[lines.buffers] for lines in found]),
+        mib=by_stage("mib"),
+        capacity=np.array([[float(lines.capacity)] for lines in found]),
+        held=held,
+    )
