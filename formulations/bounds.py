@@ -146,6 +146,8 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
         fastest[rows] = min(time.both_s for time in times.kinds)
         probe = Degrees(tp=shape.tp, micro_batch=int(micro_batch), sequence_parallel=shape.sequence_parallel)
         hops[rows] = min(hop_time_s(instance, probe, link) for link in instance.levels)
+    scale = 1 + profile.straggler * np.log2(shape.tp * grid.pp * grid.dp)
+    work, fastest = work * scale, fastest * scale
     sums = _tails(best, grid, counts, work)
     exposed = np.where(grid.vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved * grid.vpp)
     transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * exposed * hops, 0.0)
@@ -153,7 +155,7 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     if incumbent_s is not None:
         most = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
         last_chunk = np.asarray(most, dtype=np.float64)
-    repeated = _repeated(best, grid, last_chunk)
+    repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated)
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
     return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))

@@ -38,6 +38,7 @@ from shardwise.formulations.memory import (
 from shardwise.formulations.step_time import (
     SyncRates,
     exposed_transfer_s,
+    gathers_each_pass,
     group_of,
     hop_times_s,
     spans_of,
@@ -142,7 +143,7 @@ class CostTables:
         self.instance = instance
         self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
         self._times: dict[tuple[Sharding, Groups], ShardTimes] = {}
-        self._rates: dict[tuple[tuple[int, ...], int, int], SyncRates] = {}
+        self._rates: dict[tuple[tuple[int, ...], int, int, bool], SyncRates] = {}
         self._memory: dict[tuple[object, ...], MemoryCoefficients] = {}
         self._params: dict[tuple[int, int, int], tuple[KindParams, ...]] = {}
         self._activations: dict[Sharding, tuple[ActivationBytes, ...]] = {}
@@ -167,12 +168,16 @@ class CostTables:
             )
         return self._times[key]
 
-    def sync_rates(self, dp_factors: tuple[int, ...], zero: int, dp_replicate: int = 1) -> SyncRates:
+    def sync_rates(
+        self, dp_factors: tuple[int, ...], zero: int, dp_replicate: int = 1, *, each_pass: bool = False
+    ) -> SyncRates:
         """`step_time.sync_rates`, remembered."""
-        key = (dp_factors, zero, dp_replicate)
+        key = (dp_factors, zero, dp_replicate, each_pass)
         if key not in self._rates:
             spans = spans_of(dp_factors, self.instance.levels)
-            self._rates[key] = sync_rates(self.instance, spans, prod(dp_factors), zero, dp_replicate)
+            self._rates[key] = sync_rates(
+                self.instance, spans, prod(dp_factors), zero, dp_replicate, each_pass=each_pass
+            )
         return self._rates[key]
 
     def kind_params(self, tp: int, ep: int = 1, etp: int = 0) -> tuple[KindParams, ...]:
@@ -206,9 +211,9 @@ class CostTables:
         units += [KindParams(embedding_params, 0), KindParams(head_params, 0)]
         dense, expert = self.group_rates(degrees, placement)
         layers, tails = [], []
-        for params, time in zip(units, (*times.kinds, times.embedding, times.head), strict=True):
-            one = self._sharded(degrees, placement, params, time) if degrees.zero == 3 else time
-            one = _scaled(one, scale)
+        for index, (params, time) in enumerate(zip(units, (*times.kinds, times.embedding, times.head), strict=True)):
+            end = index >= len(times.kinds)
+            one = _scaled(self._sharded(degrees, placement, params, time, end=end), scale)
             layers.append(one)
             tails.append(self._tails(dense, expert, params, one))
         *kinds, embedding, head = layers
@@ -246,17 +251,23 @@ class CostTables:
 
     def group_rates(self, degrees: Degrees, placement: Placement) -> tuple[SyncRates, SyncRates]:
         """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones."""
-        dense = self.sync_rates(group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate)
+        each_pass = gathers_each_pass(degrees)
+        dense = self.sync_rates(
+            group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate, each_pass=each_pass
+        )
         if not sharding_of(degrees).spread:
             return dense, dense
         stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
         _, same = split_spans(stage, degrees.ep * degrees.etp)
-        return dense, self.sync_rates(tuple(members for members, _ in same), degrees.zero)
+        return dense, self.sync_rates(tuple(members for members, _ in same), degrees.zero, each_pass=each_pass)
 
-    def _sharded(self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime) -> LayerTime:
-        """(J5) of a layer whose weights are sharded over data parallelism."""
-        spans = spans_of(group_of(placement.dp, placement.cp), self.instance.levels)
-        gather, both = unit_times_s(self.instance, spans, params.total, degrees.cp * degrees.dp_shard)
+    def _sharded(
+        self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime, *, end: bool
+    ) -> LayerTime:
+        """(J5) of a layer whose weights or gradients are sharded over data parallelism and move with each pass."""
+        if not gathers_each_pass(degrees):
+            return time
+        gather, both = unit_times_s(self.instance, degrees, placement, params, end=end)
         profile = self.instance.profile
         return LayerTime(
             time.forward_s + exposed(gather, time.forward_s, profile),

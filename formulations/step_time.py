@@ -31,7 +31,7 @@ from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
 from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
-from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES
+from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES, KindParams
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Link
@@ -60,11 +60,14 @@ class SyncRates:
     optimizer_s: float
 
 
-def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_replicate: int = 1) -> SyncRates:
+def sync_rates(
+    instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_replicate: int = 1, *, each_pass: bool = False
+) -> SyncRates:
     """(T4) Gradient sync at the end of a step, and the optimizer, per parameter on one device.
 
     ZeRO-0 all-reduces gradients; ZeRO-1 and 2 reduce-scatter them and gather 16-bit weights within dp_shard ranks, and
-    groups all-reduce what each rank owns; ZeRO-3 has only the latter left (`unit_rates`). The optimizer reads the
+    groups all-reduce what each rank owns. What moves with every pass (`each_pass`, `unit_times_s`) is not counted again:
+    ZeRO-2 has its gather left, ZeRO-3 the replicas. The optimizer reads the
     gradient, reads and writes its states and writes the weight of the parameters it owns; before it the gradient is
     unscaled, its norm is taken and it is clipped, one pass each.
     """
@@ -77,8 +80,9 @@ def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_repli
     if dp > 1 and zero == 0:
         communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "all_reduce", dp_spans, bucket)
     elif dp > 1:
-        if shard > 1 and zero < 3:
+        if shard > 1 and not each_pass:
             communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "reduce_scatter", inner, bucket)
+        if shard > 1 and not (each_pass and zero == 3):
             communication += WEIGHT_BYTES * bandwidth_time_per_byte(
                 accelerator, "all_gather", inner, bucket * WEIGHT_BYTES / GRADIENT_BYTES
             )
@@ -91,18 +95,34 @@ def sync_rates(instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_repli
     return SyncRates(communication, rate / owned)
 
 
-def unit_times_s(instance: Instance, dp_spans: Spans, params: float, shard: int) -> tuple[float, float]:
-    """(J5) Transfers of a unit of `params` parameters under ZeRO-3 beside its forward and its backward pass.
+def gathers_each_pass(degrees: Degrees) -> bool:
+    """Whether sharded weights or gradients move with every micro-batch. In a pipeline FSDP2 keeps weights gathered and
+    gradients whole until the last backward pass (torch distributed/pipelining/stage.py)."""
+    return degrees.zero >= 2 and degrees.pp == 1
 
-    Weights are gathered in 16 bits before each pass, gradients reduce-scattered after the backward one (Zhao et al.,
-    arXiv 2304.11277, section 3.2).
+
+def unit_times_s(
+    instance: Instance, degrees: Degrees, placement: Placement, params: KindParams, *, end: bool = False
+) -> tuple[float, float]:
+    """(J5) Transfers of one unit beside its forward and its backward pass, where they come with every micro-batch.
+
+    ZeRO-3 gathers 16-bit weights before each pass (`end`: the embedding and the head, in FSDP's root, once) and
+    reduce-scatters gradients after the backward one (Zhao et al., arXiv 2304.11277, section 3.2); ZeRO-2 only the
+    latter. Experts move among the ranks that hold the same ones.
     """
-    if shard == 1:
+    if not gathers_each_pass(degrees):
         return 0.0, 0.0
-    inner, _ = split_spans(dp_spans, shard)
-    gather = collective_time_s(instance.accelerator, "all_gather", WEIGHT_BYTES * params, inner)
-    size = instance.profile.reduce_bytes * params
-    return gather, gather + collective_time_s(instance.accelerator, "reduce_scatter", size, inner)
+    accelerator, levels = instance.accelerator, instance.levels
+    dense, _ = split_spans(spans_of(group_of(placement.dp, placement.cp), levels), degrees.cp * degrees.dp_shard)
+    stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
+    _, same = split_spans(stage, degrees.ep * degrees.etp)
+    forward = backward = 0.0
+    for count, spans in ((params.dense, dense), (params.expert, same)):
+        gather = collective_time_s(accelerator, "all_gather", WEIGHT_BYTES * count, spans)
+        reduce = collective_time_s(accelerator, "reduce_scatter", instance.profile.reduce_bytes * count, spans)
+        forward += gather if degrees.zero == 3 else 0.0
+        backward += reduce + (gather if degrees.zero == 3 and not end else 0.0)
+    return forward, backward
 
 
 def split_spans(spans: Spans, inner: int) -> tuple[Spans, Spans]:

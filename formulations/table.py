@@ -19,7 +19,7 @@ from shardwise.formulations.coefficients import DRAIN_WEIGHT_GRADIENTS, groups_o
 from shardwise.formulations.layer_costs import TERMS, LayerTerms
 from shardwise.formulations.layer_time import exposed, larger, layer_time
 from shardwise.formulations.memory import KindParams, end_params_on_device, tied_copy
-from shardwise.formulations.step_time import group_of, hop_times_s, spans_of, tied_sync_s, unit_times_s
+from shardwise.formulations.step_time import hop_times_s, tied_sync_s, unit_times_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,11 +110,10 @@ class UnitTimes:
             KindParams(head, 0),
         ]
         dense, expert = tables.group_rates(degrees, placement)
-        gathers = np.zeros((len(params), 2))
-        if degrees.zero == 3:
-            spans = spans_of(group_of(placement.dp, placement.cp), instance.levels)
-            ways = degrees.cp * degrees.dp_shard
-            gathers[:] = [unit_times_s(instance, spans, unit.total, ways) for unit in params]
+        layers = len(params) - 2
+        gathers = np.array(
+            [unit_times_s(instance, degrees, placement, unit, end=i >= layers) for i, unit in enumerate(params)]
+        )
         return _Units(
             np.array(terms),
             np.array([dense.communication_s * n.dense + expert.communication_s * n.expert for n in params]),

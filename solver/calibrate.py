@@ -176,5 +176,5 @@ def _outliers(timed: Sequence[Planned], fit: Fit) -> tuple[tuple[str, float], ..
     centre = np.median(fit.residuals)
     spread = 1.4826 * np.median(np.abs(fit.residuals - centre))
     far = np.abs(fit.residuals - centre) > OUTLIER * max(float(spread), 0.01)
-    found = [(timed[i].run.id, float(np.expm1(fit.residuals[i]))) for i in np.flatnonzero(far)]
+    found = [(timed[int(i)].run.id, float(np.expm1(fit.residuals[i]))) for i in np.flatnonzero(far)]
     return tuple(sorted(found, key=lambda item: -abs(item[1])))

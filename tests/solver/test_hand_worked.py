@@ -49,7 +49,8 @@ def instance_of(kind: LayerKind, layers: int) -> Instance:
     profile = replace(
         load_profile("megatron-core"),
         step_overhead_s=20 * MS, dp_comm_floor=0.1, dp_comm_overlap=0.8, p2p_exposed=1.0, p2p_exposed_interleaved=0.5,
-        straggler=0.0, memory_reserve_bytes=2048 * 2**20, memory_fragmentation=0.05,
+        straggler=0.0, memory_reserve_bytes=2048 * 2**20, memory_fragmentation=0.05, memory_activations=1.0,
+        memory_quantile=1.0, weight_bytes=2, gradient_bytes=4, reduce_bytes=4, logit_bytes=6,
     )  # fmt: skip
     return Instance(model, cluster, Training(512, 16), profile=profile)
 
@@ -72,7 +73,8 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
         (LayerTime(10 * MS, 20 * MS, 2 * MS, 10 * MS),), LayerTime(1 * MS, 2 * MS), LayerTime(3 * MS, 6 * MS)
     )
 
-    def rates(_instance: Any, _spans: Any, dp: int, _zero: int, _dp_replicate: int) -> SyncRates:
+    def rates(_instance: Any, _spans: Any, dp: int, _zero: int, _dp_replicate: int, *, each_pass: bool) -> SyncRates:
+        assert not each_pass
         return SyncRates(SYNC_S if dp > 1 else 0.0, OPTIMIZER_S)
 
     def hops(_instance: Any, degrees: Degrees, _placement: Any) -> tuple[float, ...]:
@@ -171,8 +173,8 @@ def test_the_integer_step_is_the_same_sum_of_rounded_terms() -> None:
 # Per token and dense layer (M2): two inputs of 256 for the attention, queries and outputs 4 x (64 + 64) = 512, keys and
 # values 2 x (64 + 64) = 256, two inputs of 256 for the MLP, 3 x 512 inside it: 512 + 512 + 256 + 512 + 1536 = 3,328
 # values of 2 bytes = 6,656, and flash attention's statistics 4 heads x 4 bytes = 16: 6,672. Selective drops the 16, full
-# keeps the input: 256 x 2 = 512. (M5) adds 5 %.
-NONE, SELECTIVE, FULL = 6672 * 1.05, 6656 * 1.05, 512 * 1.05
+# keeps the input: 256 x 2 = 512. (M5) adds 5 % of activations, logits and working memory as fragmentation.
+NONE, SELECTIVE, FULL = 6672, 6656, 512
 
 
 def test_the_memory_of_one_stage_and_two_replicas() -> None:
@@ -183,7 +185,8 @@ def test_the_memory_of_one_stage_and_two_replicas() -> None:
     assert stage.optimizer == 12 * 1_705_216 / 2
     assert stage.activations == pytest.approx(2 * 1024 * NONE)
     # (M4) (2 + 4) bytes x 1024 words and 2 x 2 x 256 per token.
-    assert stage.logits == pytest.approx((6144 + 1024) * 1024 * 1.05)
+    assert stage.logits == pytest.approx((6144 + 1024) * 1024)
+    assert stage.fragmentation == pytest.approx(0.05 * (2 * 1024 * NONE + 7168 * 1024))
     assert stage.recompute_working == 0
     assert stage.transfer_buffers == 0
     assert stage.reserve == 2048 * 2**20
@@ -242,6 +245,6 @@ def test_the_memory_of_experts_under_tensor_and_sequence_parallelism() -> None:
     # Per token: inputs of the attention 2 x 256 / 2; 2 heads x 128; 1 key/value head x 128; inputs of the experts
     # 2 x 256 / 2; two experts, each the routed input and output 2 x 256 and 3 x 128 / 2 inside; shared 3 x 256 / 2:
     # 256 + 256 + 128 + 256 + 2 x 704 + 384 = 2,688 values = 5,376 bytes, statistics 2 heads x 4 bytes.
-    assert stage.activations == pytest.approx(2 * 1024 * 5384 * 1.05)
+    assert stage.activations == pytest.approx(2 * 1024 * 5384)
     # 512 words a device: 6 x 512 + 4 x 256 = 4,096 bytes per token.
-    assert stage.logits == pytest.approx(4096 * 1024 * 1.05)
+    assert stage.logits == pytest.approx(4096 * 1024)
