@@ -76,7 +76,8 @@ def chosen_names(rows: Timed, folds: Any, weights: Any, prior: Profile, name: st
     kept = list(candidates)
 
     def shift(constant: str) -> float:
-        return abs(getattr(everything, constant) - getattr(prior, constant)) / TIME_WIDTHS[constant]
+        moved: float = abs(getattr(everything, constant) - getattr(prior, constant))
+        return moved / TIME_WIDTHS[constant]
 
     error = held_out_error(rows, folds, weights, prior, name, kept)
     for constant in sorted(candidates, key=shift):
@@ -98,7 +99,8 @@ def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[
     refused = table.peaks(prior, np.full(len(rows), "device")) > table.capacity[:, 0]
     if not np.isfinite(readings).any() and not ran_out.any() and not refused.any():
         return {}
-    fit = fit_memory(table, kind, readings, ran_out, prior, bounds_of(name))
+    names = MEMORY_WIDTHS if np.isfinite(readings).any() or ran_out.any() else ("memory_activations",)
+    fit = fit_memory(table, kind, readings, ran_out, prior, bounds_of(name), tuple(names))
     found = {
         constant: getattr(fit.profile, constant)
         for constant, width in MEMORY_WIDTHS.items()

@@ -11,6 +11,7 @@ import csv
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.data.cluster_catalog import family_cluster, load_accelerator, load_family
@@ -98,6 +99,8 @@ PROFILE_OF = (
 
 BEFORE_FLASH = ("megatron-2021", "megatron-2023", "aleph-scaling")
 """Generations whose default is the fused softmax."""
+DISTRIBUTED = ("megatron-core", "megatron-bridge", "megatron-bridge-26.06", "mlperf-nemo", "megatron-lm-2026")
+"""Generations whose recipes use the distributed optimizer."""
 FALLBACK_PROFILE = "megatron-core"
 GATED = ("llama", "internlm", "mistral", "mixtral", "qwen", "deepseek", "moonlight", "gemma", "yi", "baichuan", "palm")
 
@@ -364,6 +367,9 @@ def _degrees(row: Row, assumed: list[str]) -> Degrees:
     dp = _whole(row, "dp") or max(devices // (tp * pp * cp), 1)
     sharding = row.get("zero_fsdp", "").lower()
     zero, replicate = _zero(sharding, dp)
+    if not sharding and profile_of(row.get("framework", "")) in DISTRIBUTED:
+        zero = 1
+        assumed.append("distributed optimizer (not stated)")
     sequence_parallel = row.get("seq_parallel", "").lower()
     if sequence_parallel.startswith(("yes", "no")) and not sequence_parallel.startswith("not"):
         parallel = sequence_parallel.startswith("yes")
@@ -556,3 +562,10 @@ def by_source(runs: Iterable[Run]) -> dict[str, list[Run]]:
     for run in runs:
         groups.setdefault(run.source, []).append(run)
     return groups
+
+
+@lru_cache(maxsize=1)
+def shipped_runs() -> tuple[Run, ...]:
+    """The measured runs that ship with the package, those that the profiles were fitted to."""
+    with resources.as_file(resources.files("shardwise.data") / "measured" / "training_calibration.csv") as path:
+        return tuple(read_runs(path))

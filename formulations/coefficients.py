@@ -315,8 +315,8 @@ class CostTables:
 
     @cached_property
     def capacity_mib(self) -> int:
-        """Usable memory of a device, down to whole MiB."""
-        return self.instance.memory_limit_bytes // MIB
+        """Usable memory of a device over `memory_quantile`, down to whole MiB."""
+        return int(self.instance.memory_limit_bytes / self.instance.profile.memory_quantile) // MIB
 
 
 def sharding_of(degrees: Degrees) -> Sharding:

@@ -53,6 +53,7 @@ ATTENTION_LAUNCHES = {"flash": 1, "flash2": 1, "flash1": 1, "unfused": 4, "eager
 NORM_LAUNCHES = {True: 1, False: 7}
 FUSED_BLOCK, FUSED_LONGEST = 4, 4096
 MIXER_LAUNCHES = 5
+LATENT_LAUNCHES = 10
 MLP_LAUNCHES = 4
 MOE_LAUNCHES = 60
 RECURRENT_LAUNCHES = 11
@@ -323,7 +324,7 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
         )
         for direction in ("forward", "backward")
     ]
-    launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel]
+    launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel] + (LATENT_LAUNCHES if part.latent else 0)
     return total + LayerTerms(core_forward=core[0], core_backward=core[1], launches=launches)
 
 

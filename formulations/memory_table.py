@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,9 @@ from shardwise.formulations.schedule import in_flight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.data.plan import Degrees, Plan
+    from shardwise.data.plan import Degrees, Plan, Stage
     from shardwise.formulations.coefficients import CostTables
+    from shardwise.formulations.layer_costs import Sharding
 
 Floats = npt.NDArray[np.float64]
 MODES = ("none", "selective", "full")
@@ -88,17 +90,30 @@ class MemoryLines:
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self._known: dict[tuple[Any, ...], _Lines] = {}
+        self._stages: dict[int, tuple[Stage, ...]] = {}
+        self._in_flight: dict[tuple[Any, ...], tuple[Floats, Floats]] = {}
         self._units: dict[tuple[Any, ...], tuple[Floats, float]] = {}
+        self._activations: dict[Sharding, tuple[Floats, float, float]] = {}
+        self._splits: dict[tuple[Any, ...], tuple[Floats, Floats, Floats]] = {}
 
     def of(self, plan: Plan) -> _Lines:
         """The lines of a plan."""
         d = plan.degrees
         shard = (d.cp * d.dp_shard, d.expert_dp) if d.zero else (1, 1)
         flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
-        key = (sharding_of(d), shard, d.zero, d.vpp, plan.stages, flying, plan.schedule)
+        sharding = sharding_of(d)
+        split = (sharding, d.vpp, self._same(plan.stages), flying, plan.schedule)
+        key = (shard, d.zero, split)
         if key not in self._known:
-            self._known[key] = self._made(plan)
+            if split not in self._in_flight:
+                self._in_flight[split] = self._flying(plan, sharding)
+            self._known[key] = self._made(plan, sharding, self._in_flight[split])
         return self._known[key]
+
+    def _same(self, stages: tuple[Stage, ...]) -> int:
+        """A number for stages that are equal and one object: hashing hundreds of them costs more than the rest."""
+        self._stages[id(stages)] = stages
+        return id(stages)
 
     def _states(self, degrees: Degrees) -> tuple[Floats, float]:
         """Bytes of states of each unit, and of buffers."""
@@ -117,36 +132,65 @@ class MemoryLines:
             self._units[key] = states, buffers
         return self._units[key]
 
-    def _made(self, plan: Plan) -> _Lines:
-        tables, instance, d = self.tables, self.tables.instance, plan.degrees
+    def _flying(self, plan: Plan, sharding: Sharding) -> tuple[Floats, Floats]:
+        """Bytes and MiB of what is kept for the micro-batches in flight, at the worst moment of each stage."""
+        by_mode, _, _ = self._kept(sharding)
+        layers, _, _ = self._counts(plan)
+        vectors = _vectors(plan.degrees.pp, plan.degrees.vpp, plan.micro_batches, plan.schedule)
+        weights = np.einsum("cmku,mu->kc", layers, by_mode)
+        kept = np.einsum("kvc,kc->kv", vectors, weights).max(axis=1)
+        rounded = np.ceil(vectors[:, :, :, None, None] * (by_mode / MIB))
+        return kept, np.einsum("kvcmu,cmku->kv", rounded, layers).max(axis=1)
+
+    def _made(self, plan: Plan, sharding: Sharding, in_flight_bytes: tuple[Floats, Floats]) -> _Lines:
+        instance, d = self.tables.instance, plan.degrees
         states, buffers = self._states(d)
-        sharding, scale = sharding_of(d), activation_scale(instance)
-        activations = tables.activations(sharding)
-        by_mode = np.array([[getattr(kept, mode) for kept in activations] for mode in MODES])
-        layers = _layers(plan, instance.model.kind_indices, len(activations))
+        _, largest, logits_bytes = self._kept(sharding)
+        _, counts, recomputes = self._counts(plan)
+        kept, kept_mib = in_flight_bytes
         pp = d.pp
-        kept = np.zeros(pp)
-        kept_mib = np.zeros(pp)
-        for k in range(pp):
-            vectors = np.array(in_flight(pp, d.vpp, plan.micro_batches, k, plan.schedule), dtype=np.float64)
-            own = layers[:, :, k]
-            kept[k] = np.einsum("vc,cmu,mu->v", vectors, own, by_mode).max()
-            rounded = np.ceil(vectors[:, :, None, None] * by_mode / MIB)
-            kept_mib[k] = np.einsum("vcmu,cmu->v", rounded, own).max()
-        counts = layers.sum(axis=(0, 1))
-        recomputes = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
-        largest = max(one.working for one in activations)
-        memory = tables.memory(d)
-        mib = counts @ np.array(memory.state) + kept_mib + memory.fixed + recomputes * memory.working
+        memory = self.tables.memory(d)
+        mib = counts @ np.array(memory.state, dtype=np.float64) + kept_mib + memory.fixed
+        mib += recomputes * memory.working
         held = counts @ states[:-2]
-        logits = np.zeros(pp)
         held[0] += states[-2]
         held[-1] += states[-1]
         mib[0] += memory.embedding
         mib[-1] += memory.head
-        logits[-1] = head_activations_bytes(instance, sharding) / (1 + instance.profile.memory_fragmentation)
-        working = np.where(recomputes, largest / scale, 0.0)
-        return _Lines(held, kept / scale, working, logits, buffers, mib, instance.memory_limit_bytes)
+        logits = np.zeros(pp)
+        logits[-1] = logits_bytes
+        scale = activation_scale(instance)
+        return _Lines(
+            held, kept / scale, recomputes * (largest / scale), logits, buffers, mib, instance.memory_limit_bytes
+        )
+
+    def _kept(self, sharding: Sharding) -> tuple[Floats, float, float]:
+        """Bytes of each kind by recompute mode, the most that one needs while repeated, and the logits."""
+        if sharding not in self._activations:
+            instance = self.tables.instance
+            activations = self.tables.activations(sharding)
+            by_mode = np.array([[getattr(kept, mode) for kept in activations] for mode in MODES])
+            logits = head_activations_bytes(instance, sharding) / (1 + instance.profile.memory_fragmentation)
+            self._activations[sharding] = by_mode, max(one.working for one in activations), logits
+        return self._activations[sharding]
+
+    def _counts(self, plan: Plan) -> tuple[Floats, Floats, Floats]:
+        """`_layers`, the layers of each kind on each stage, and whether a stage repeats any in full."""
+        key = (plan.degrees.vpp, self._same(plan.stages))
+        if key not in self._splits:
+            model = self.tables.instance.model
+            layers = _layers(plan, model.kind_indices, len(model.kinds))
+            repeats = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
+            self._splits[key] = layers, layers.sum(axis=(0, 1)), repeats.astype(np.float64)
+        return self._splits[key]
+
+
+@lru_cache(maxsize=65536)
+def _vectors(pp: int, vpp: int, micro_batches: int, schedule: str) -> Floats:
+    """Micro-batches in flight, shape (stages, moments, chunks); stages with fewer moments repeat one."""
+    found = [in_flight(pp, vpp, micro_batches, k, schedule) for k in range(pp)]
+    most = max(len(vectors) for vectors in found)
+    return np.array([[*vectors, *(vectors[:1] * (most - len(vectors)))] for vectors in found], dtype=np.float64)
 
 
 def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:

@@ -162,10 +162,10 @@ def split_of(plan: Plan, kinds: tuple[int, ...], units: int) -> _Split:
 def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     """The table of some plans, each with the units of its instance."""
     found = [(units.of(plan.degrees, plan.placement), units, plan) for units, plan in rows]
-    splits: dict[tuple[Any, ...], _Split] = {}
+    splits: dict[tuple[int, int, int, int], _Split] = {}
     chosen = []
     for _, units, plan in found:
-        key = (id(units), plan.degrees.pp, plan.degrees.vpp, plan.stages)
+        key = (id(units), plan.degrees.pp, plan.degrees.vpp, id(plan.stages))  # the plans outlive this loop
         if key not in splits:
             instance = units.tables.instance
             splits[key] = split_of(plan, instance.model.kind_indices, len(instance.model.kinds) + 2)

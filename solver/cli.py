@@ -6,8 +6,6 @@ imported by the commands that need them, so that help and catalogues start at on
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -15,12 +13,27 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
+from shardwise.solver.cli_runs import calibrate_command, validate_command
+from shardwise.solver.terminal import (
+    BAD_INPUT,
+    DONE,
+    INTERRUPTED,
+    NO,
+    UNKNOWN,
+    JsonOption,
+    QuietOption,
+    check_outputs,
+    complain,
+    err,
+    show,
+    write,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +41,6 @@ if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
 
-DONE, NO, BAD_INPUT, UNKNOWN = 0, 1, 2, 3
-INTERRUPTED = 130
-"""How typer exits on Ctrl-C outside a command."""
 MAX_PLAN_BYTES = 64_000_000
 LAUNCHERS = ("megatron-core",)
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
@@ -54,14 +64,6 @@ class Commands(TyperGroup):
             ctx.exit(BAD_INPUT)
 
 
-class Output(Console):
-    """A console that falls silent when its reader leaves; what was computed keeps its exit code."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -71,23 +73,18 @@ app = typer.Typer(
 )
 plan_app = typer.Typer(no_args_is_help=True, help="Find the best plan and prove how good it is.")
 app.add_typer(plan_app, name="plan")
-
-out = Output()
-err = Console(stderr=True)
+app.command("validate")(validate_command)
+app.command("calibrate")(calibrate_command)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="name[:nodes] of the catalogue, or a TOML file.")
 ]
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON (- for stdout).")
-]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens per sequence.")]
 BatchOption = Annotated[int, typer.Option("--global-batch", help="Sequences per step.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp8.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")]
 OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
-AttentionOption = Annotated[str, typer.Option("--attention", help="flash or unfused.")]
+AttentionOption = Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")]
 RulesOption = Annotated[str, typer.Option("--rules", help="Rule pack: megatron-core or free.")]
 ProfileOption = Annotated[str, typer.Option("--profile", help="Software constants: a name, or a TOML file.")]
 LimitOption = Annotated[
@@ -108,56 +105,6 @@ def main() -> None:
             raise
         complain("interrupted")
         sys.exit(UNKNOWN)
-
-
-def complain(fault: str) -> None:
-    """One fault on one line of stderr, whatever characters it holds."""
-    err.print(f"error: {fault}", highlight=False, markup=False, soft_wrap=True)
-
-
-def write(text: str, path: str) -> None:
-    """To a file, or to stdout for `-`. A file is replaced whole or not at all."""
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
-        target.write_text(text + "\n", encoding="utf-8")
-        return
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def check_outputs(**paths: str | None) -> None:
-    """Refuse outputs that cannot be written before any work is done for them."""
-    faults = []
-    for option, path in paths.items():
-        if path in (None, "-"):
-            continue
-        target = Path(path or "")
-        if not path or target.is_dir():
-            faults.append(f"--{option} {path!r} must be a file")
-        elif not target.absolute().parent.is_dir():
-            faults.append(f"--{option} {path!r}: there is no folder {target.parent}")
-    if list(paths.values()).count("-") > 1:
-        faults.append(f"only one of --{' and --'.join(paths)} can go to stdout")
-    if faults:
-        raise InputError(faults)
-
-
-def write_json(document: Any, path: str | None) -> None:
-    if path is not None:
-        write(json.dumps(document, indent=2), path)
-
-
-def show(*paths: str | None) -> Console:
-    """Where tables go: nowhere when a file goes to stdout."""
-    return Console(quiet=True) if "-" in paths else out
 
 
 def training(seq_len: int, batch: int, precision: str, optimizer: str, attention: str) -> Any:
@@ -328,9 +275,13 @@ def evaluate_command(
     plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan.json.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="bf16 (default), fp16 or fp8.")] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16 (default), fp16, fp8, mxfp8 or nvfp4.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help="adamw (default) or sgd.")] = None,
-    attention: Annotated[str | None, typer.Option("--attention", help="flash (default) or unfused.")] = None,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="flash (default), flash2, flash1, unfused or eager.")
+    ] = None,
     rules: Annotated[str | None, typer.Option("--rules", help="megatron-core (default) or free.")] = None,
     profile: Annotated[
         str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file.")
@@ -338,9 +289,18 @@ def evaluate_command(
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", help="Pipeline stages, default 1.")] = None,
     dp: Annotated[int | None, typer.Option("--dp", help="Replicas, default the devices that are left.")] = None,
+    cp: Annotated[int | None, typer.Option("--cp", help="Context parallel degree, default 1.")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", help="Expert parallel degree, default 1.")] = None,
+    etp: Annotated[int | None, typer.Option("--etp", help="Expert tensor parallel degree, default tp.")] = None,
+    dp_replicate: Annotated[
+        int | None, typer.Option("--dp-replicate", help="Whole copies among the replicas (HSDP), default 1.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="1f1b, gpipe, zb-h1, zb-2p or zb-v; interleaved with --vpp.")
+    ] = None,
     vpp: Annotated[int | None, typer.Option("--vpp", help="Chunks per stage, default 1.")] = None,
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences, default 1.")] = None,
-    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage 0 or 1 (default).")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage 0, 1 (default), 2 or 3 (FSDP).")] = None,
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: on where tp > 1.")
     ] = None,
@@ -364,9 +324,16 @@ def evaluate_command(
     check_outputs(json=json_path)
     plan = None if plan_path is None else read_plan(plan_path)
     degrees = given(
-        tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel
+        tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
+        cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate,
+    )  # fmt: skip
+    shape = given(
+        stages=stages,
+        recompute=recompute,
+        recompute_layers=recompute_layers,
+        rank_order=rank_order,
+        schedule=schedule,
     )
-    shape = given(stages=stages, recompute=recompute, recompute_layers=recompute_layers, rank_order=rank_order)
     if plan is not None and (degrees or shape):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in {**degrees, **shape})
         raise InputError(f"--plan says all of the plan: leave out {options}")

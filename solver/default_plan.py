@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS
-from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Stage
+from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Schedule, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,10 @@ def degrees_from(
     micro_batch: int = 1,
     zero: int = 1,
     sequence_parallel: bool | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
+    dp_replicate: int = 1,
 ) -> Degrees:
     """Degrees with what is not given filled in.
 
@@ -42,17 +47,12 @@ def degrees_from(
     InputError
         When a number is out of its range, with every reason.
     """
+    others = {"vpp": vpp, "micro_batch": micro_batch, "zero": zero, "ep": ep, "etp": etp, "dp_replicate": dp_replicate}
     try:
-        stated = Degrees(tp=tp, pp=pp, dp=1 if dp is None else dp, vpp=vpp, micro_batch=micro_batch, zero=zero)
-        return Degrees(
-            tp=tp,
-            pp=pp,
-            dp=max(1, instance.cluster.device_count // stated.devices) if dp is None else dp,
-            vpp=vpp,
-            micro_batch=micro_batch,
-            zero=zero,
-            sequence_parallel=tp > 1 if sequence_parallel is None else sequence_parallel,
-        )
+        if dp is None:
+            dp = max(1, instance.cluster.device_count // Degrees(tp=tp, pp=pp, cp=cp).devices)
+        parallel = tp > 1 if sequence_parallel is None else sequence_parallel
+        return Degrees(tp=tp, pp=pp, dp=dp, cp=cp, sequence_parallel=parallel, **others)
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
 
@@ -65,6 +65,7 @@ def plan_from_degrees(
     recompute: Recompute = "none",
     recompute_layers: int | None = None,
     rank_order: RankOrder = "tp-dp-pp",
+    schedule: Schedule | None = None,
 ) -> Plan:
     """A plan with the given degrees.
 
@@ -105,12 +106,18 @@ def plan_from_degrees(
     try:
         return Plan(
             degrees,
-            tuple(Stage(tuple(chunks[k :: degrees.pp]), recompute, block) for k in range(degrees.pp)),
+            _stages_of(tuple(chunks), degrees.pp, recompute, block),
             packed_placement(instance, degrees, rank_order),
             micro_batches,
+            schedule=schedule or degrees.schedule,
         )
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
+
+
+@lru_cache(maxsize=16384)
+def _stages_of(chunks: tuple[int, ...], pp: int, recompute: Recompute, block: int) -> tuple[Stage, ...]:
+    return tuple(Stage(chunks[k::pp], recompute, block) for k in range(pp))
 
 
 def even_split(layers: int, chunks: int) -> list[int]:
@@ -121,7 +128,12 @@ def even_split(layers: int, chunks: int) -> list[int]:
 
 def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder) -> Placement:
     """Ranks numbered along the devices: each level takes as much of the faster axes as it holds whole."""
-    left = {"tp": degrees.tp, "cp": degrees.cp, "pp": degrees.pp, "dp": degrees.dp}
+    return _packed(instance, degrees.tp, degrees.cp, degrees.pp, degrees.dp, rank_order)
+
+
+@lru_cache(maxsize=16384)
+def _packed(instance: Instance, tp: int, cp: int, pp: int, dp: int, rank_order: RankOrder) -> Placement:
+    left = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
     factors: dict[str, list[int]] = {axis: [] for axis in left}
     axes = rank_order.split("-")
     if sorted(axes) != sorted(AXES):
@@ -140,8 +152,8 @@ def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder
             if left[axis] > 1:
                 room = 0  # a slower axis may not enter this level before a faster one is complete
         block = (*block, used)
-    tp, pp, dp, cp = (tuple(factors[axis]) for axis in ("tp", "pp", "dp", "cp"))
-    return Placement(tp, pp, dp, rank_order, cp)
+    placed = {axis: tuple(found) for axis, found in factors.items()}
+    return Placement(placed["tp"], placed["pp"], placed["dp"], rank_order, placed["cp"])
 
 
 def _largest_factor(number: int, room: int) -> int:

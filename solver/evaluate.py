@@ -15,6 +15,7 @@ from shardwise.data.faults import InputError
 from shardwise.data.model import Attention
 from shardwise.data.rules import plan_faults
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
+from shardwise.formulations.energy import Energy, step_energy, why_no_energy
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
@@ -97,6 +98,9 @@ class Evaluation:
     model_flops_utilization: float
     devices: int
     idle_devices: int
+    memory_band: float
+    energy: Energy | None
+    energy_reason: str | None
     objective_units: int | None = None
 
     @property
@@ -106,6 +110,11 @@ class Evaluation:
     @property
     def fits(self) -> bool:
         return all(mib <= self.capacity_mib for mib in self.memory_mib)
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "tight" or "does not fit": where the capacity lies against the band of the prediction."""
+        return verdict_of(max(self.memory_mib) / self.capacity_mib, self.memory_band)
 
     @property
     def admitted(self) -> bool:
@@ -131,8 +140,11 @@ class Evaluation:
         return document | {
             "legal": self.legal,
             "fits": self.fits,
+            "verdict": self.verdict,
             "worst_stage": self.worst_stage,
             "peak_memory_gb": self.peak_memory_bytes / GB,
+            "peak_memory_low_gb": self.peak_memory_bytes * (1 - self.memory_band) / GB,
+            "peak_memory_high_gb": self.peak_memory_bytes * (1 + self.memory_band) / GB,
             "capacity_gb": self.capacity_mib * MIB / GB,
         }
 
@@ -171,22 +183,53 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     stages = tuple(_stage_memory(tables, plan, k) for k in range(plan.degrees.pp))
     tokens_per_s = instance.workload.tokens_per_step / step_time_s
     devices = plan.degrees.devices
+    parts = _time_parts(tables, plan, walk, stage, last)
     peak = instance.accelerator.flops_per_s[instance.workload.peak]
     return Evaluation(
         step_time_s=step_time_s,
-        parts=_time_parts(tables, plan, walk, stage, last),
+        parts=parts,
         busiest_stage=stage,
         stages=stages,
         memory_mib=tuple(_stage_mib(tables, plan, k) for k in range(plan.degrees.pp)),
         capacity_mib=tables.capacity_mib,
         faults=tuple(broken_rules(instance, plan)),
-        limit_faults=tuple(_limit_faults(instance, plan)),
+        limit_faults=tuple(limit_faults(instance, plan)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / devices,
         model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
         devices=devices,
         idle_devices=instance.cluster.device_count - devices,
+        memory_band=instance.profile.memory_band,
+        energy=_energy(instance, devices, parts),
+        energy_reason=why_no_energy(instance.accelerator),
         objective_units=None if unit_s is None else _objective_units(instance, plan, tables, unit_s),
+    )
+
+
+def verdict_of(load: float, band: float) -> str:
+    """ "fits", "tight" or "does not fit": whether 1 lies above, inside or below the band around `load`."""
+    if load * (1 + band) <= 1:
+        return "fits"
+    return "tight" if load * (1 - band) <= 1 else "does not fit"
+
+
+def _energy(instance: Instance, devices: int, parts: TimeParts) -> Energy | None:
+    """Energy by phase: the longest path's work, its exposed communication, and the rest."""
+    communication = (
+        parts.tensor_parallel,
+        parts.context_parallel,
+        parts.expert_parallel,
+        parts.weight_gather,
+        parts.transfers,
+        parts.gradient_sync,
+    )
+    return step_energy(
+        instance.accelerator,
+        devices,
+        max(parts.compute + parts.recompute + parts.optimizer, 0.0),
+        max(sum(communication), 0.0),
+        max(parts.host + parts.fill_and_drain + parts.overhead, 0.0),
+        instance.workload.tokens_per_step,
     )
 
 
@@ -203,7 +246,7 @@ def judge(instance: Instance, plan: Plan, unit_s: float) -> Verdict:
     tables = cost_tables(instance)
     admitted = (
         all(_stage_mib(tables, plan, k) <= tables.capacity_mib for k in range(plan.degrees.pp))
-        and not _limit_faults(instance, plan)
+        and not limit_faults(instance, plan)
         and not broken_rules(instance, plan)
     )
     return Verdict(admitted, _objective_units(instance, plan, tables, unit_s))
@@ -252,8 +295,10 @@ def broken_rules(instance: Instance, plan: Plan) -> list[str]:
     return faults
 
 
-def _limit_faults(instance: Instance, plan: Plan) -> list[str]:
+def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     """The user's limits that the plan breaks; the memory limit is part of capacity."""
+    if not instance.limits.text:
+        return []
     degrees = {name: int(value) for name, value in asdict(plan.degrees).items()}
     faults = instance.limits.faults(degrees | {"devices": plan.degrees.devices})
     wanted = instance.limits.recompute

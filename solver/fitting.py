@@ -55,7 +55,7 @@ MEMORY_WIDTHS: dict[str, float] = {
 LOGARITHMIC = ("gemm", "core", "elementwise", "host_launch_s")
 TIME_SCALE = 0.03
 MEMORY_SCALE = 0.05
-RAN_WEIGHT = 1.5
+RAN_WEIGHT = 1.35
 """A row that ran and is called out of memory is charged more: a wrong "no" is the worse answer."""
 
 

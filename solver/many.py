@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from shardwise.data.faults import InputError
 from shardwise.data.workload import Training
+from shardwise.formulations.memory_table import MemoryLines, memory_table
+from shardwise.formulations.table import UnitTimes, plan_table, step_times_s
 from shardwise.solver.default_plan import degrees_from, plan_from_degrees
-from shardwise.solver.evaluate import evaluate
+from shardwise.solver.evaluate import broken_rules, cost_tables, limit_faults
 from shardwise.solver.solve import build_instance
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
+    from shardwise.data.plan import Plan
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
-DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero")
+DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
 WORKLOAD = ("precision", "optimizer", "attention")
 PACKS = ("rules", "profile")
+SHAPE = ("recompute", "schedule")
 ADDED = {
     "step_time_s": "float64",
     "tokens_per_s_per_device": "float64",
@@ -29,6 +35,17 @@ ADDED = {
 }
 """The columns added, with their types; `boolean` is the one that can be empty."""
 
+Cells = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """An instance with everything that its rows share."""
+
+    instance: Instance
+    units: UnitTimes
+    lines: MemoryLines
+
 
 def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     """Evaluate one plan per row.
@@ -36,9 +53,10 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     Parameters
     ----------
     table
-        Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, sequence_parallel,
-        recompute, recompute_layers, precision, optimizer, attention, rules, profile. What is absent or empty takes the
-        default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
+        Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
+        dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer, attention, rules,
+        profile. What is absent or empty takes the default of `shardwise evaluate`: dp the devices that are left,
+        sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -56,8 +74,17 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     if not table.columns.is_unique:
         twice = sorted({str(name) for name in table.columns[table.columns.duplicated()]})
         raise InputError(f"table has the columns {', '.join(twice)} more than once")
-    instances: dict[tuple[Any, ...], Instance | InputError] = {}
-    records = [_evaluate_row(row, instances) for row in table.to_dict(orient="records")]
+    known: dict[tuple[Any, ...], _Known | InputError] = {}
+    records: list[Cells] = [{} for _ in range(len(table))]
+    planned: list[tuple[int, _Known, Plan]] = []
+    for index, given in enumerate(_rows(table)):
+        try:
+            planned.append((index, *_planned(given, known)))
+        except InputError as error:
+            records[index] = {"reason": "; ".join(error.faults)}
+    for group in _by_instance(planned):
+        for (index, _, _), record in zip(group, _evaluated(group), strict=True):
+            records[index] = record
     out = table.copy()
     for name, kind in ADDED.items():
         values: Any = [record.get(name) for record in records]
@@ -65,65 +92,96 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     return out
 
 
-def _evaluate_row(row: dict[Any, Any], instances: dict[tuple[Any, ...], Instance | InputError]) -> dict[str, Any]:
-    given = {str(name): value for name, value in row.items() if not (pd.api.types.is_scalar(value) and pd.isna(value))}
-    try:
-        missing = [f"column {name} is missing or empty" for name in NEEDED if name not in given]
-        if missing:
-            raise InputError(missing)
-        numbers = _numbers(given)
-        instance = _instance(given, numbers, instances)
-        degrees = degrees_from(
-            instance,
-            **{name: numbers[name] for name in DEGREES if name in numbers},
-            sequence_parallel=_truth(given, "sequence_parallel"),
-        )
-        layers = numbers.get("recompute_layers")
-        plan = plan_from_degrees(
-            instance, degrees, recompute=given.get("recompute", "none"), recompute_layers=layers or None
-        )
-        result = evaluate(instance, plan)
-    except InputError as error:
-        return {"reason": "; ".join(error.faults)}
-    reasons = [*result.faults, *result.limit_faults]
-    if not result.fits:
-        reasons.append(
-            f"stage {result.worst_stage} needs {result.peak_memory_bytes / 1e9:.1f} GB, "
-            f"{instance.accelerator.name} has {instance.memory_limit_bytes / 1e9:.1f} GB usable"
-        )
-    return {
-        "step_time_s": result.step_time_s,
-        "tokens_per_s_per_device": result.tokens_per_s_per_device,
-        "peak_memory_gb": result.peak_memory_bytes / 1e9,
-        "legal": result.legal,
-        "fits": result.fits,
-        "reason": "; ".join(reasons),
-    }
+def _rows(table: pd.DataFrame) -> list[Cells]:
+    """The cells of each row that are not empty."""
+    rows: list[Cells] = [{} for _ in range(len(table))]
+    for name, column in table.items():
+        empty = column.isna().to_numpy()
+        for row, value, missing in zip(rows, column.tolist(), empty, strict=True):
+            if not missing:
+                row[str(name)] = value
+    return rows
 
 
-def _instance(
-    given: dict[str, Any], numbers: dict[str, int], instances: dict[tuple[Any, ...], Instance | InputError]
-) -> Instance:
-    """The instance of a row; rows that share one share its cost tables too."""
+def _by_instance(planned: list[tuple[int, _Known, Plan]]) -> list[list[tuple[int, _Known, Plan]]]:
+    groups: dict[int, list[tuple[int, _Known, Plan]]] = {}
+    for item in planned:
+        groups.setdefault(id(item[1]), []).append(item)
+    return list(groups.values())
+
+
+def _planned(given: Cells, known: dict[tuple[Any, ...], _Known | InputError]) -> tuple[_Known, Plan]:
+    missing = [f"column {name} is missing or empty" for name in NEEDED if name not in given]
+    if missing:
+        raise InputError(missing)
+    numbers = _numbers(given)
+    shared = _shared(given, numbers, known)
+    degrees = degrees_from(
+        shared.instance,
+        **{name: numbers[name] for name in DEGREES if name in numbers},
+        sequence_parallel=_truth(given, "sequence_parallel"),
+    )
+    layers = numbers.get("recompute_layers")
+    shape = {name: given[name] for name in SHAPE if name in given}
+    return shared, plan_from_degrees(shared.instance, degrees, recompute_layers=layers or None, **shape)
+
+
+def _evaluated(group: list[tuple[int, _Known, Plan]]) -> list[Cells]:
+    """Records of the rows of one instance."""
+    shared = group[0][1]
+    instance = shared.instance
+    plans = [plan for _, _, plan in group]
+    times = step_times_s(plan_table([(shared.units, plan) for plan in plans]), instance.profile)
+    memory = memory_table([(shared.lines, plan) for plan in plans])
+    peaks = memory.peaks(instance.profile, np.full(len(plans), "device"))
+    fits = memory.mib.max(axis=1) <= cost_tables(instance).capacity_mib
+    worst = memory.mib.argmax(axis=1)
+    tokens = instance.workload.tokens_per_step
+    records = []
+    for row, plan in enumerate(plans):
+        faults = broken_rules(instance, plan)
+        reasons = [*faults, *limit_faults(instance, plan)]
+        if not fits[row]:
+            reasons.append(
+                f"stage {worst[row]} needs {peaks[row] / 1e9:.1f} GB, "
+                f"{instance.accelerator.name} has {instance.memory_limit_bytes / 1e9:.1f} GB usable"
+            )
+        records.append(
+            {
+                "step_time_s": float(times[row]),
+                "tokens_per_s_per_device": tokens / float(times[row]) / plan.degrees.devices,
+                "peak_memory_gb": float(peaks[row]) / 1e9,
+                "legal": not faults,
+                "fits": bool(fits[row]),
+                "reason": "; ".join(reasons),
+            }
+        )
+    return records
+
+
+def _shared(given: Cells, numbers: dict[str, int], known: dict[tuple[Any, ...], _Known | InputError]) -> _Known:
+    """The instance of a row; rows that share one share its tables too."""
     texts = {name: str(given[name]) for name in ("model", "cluster", *WORKLOAD, *PACKS) if name in given}
-    key = (numbers["seq_len"], numbers["global_batch"], *sorted(texts.items()))
-    if key not in instances:
+    key = (numbers["seq_len"], numbers["global_batch"], *texts.items())
+    if key not in known:
         try:
             kinds: dict[str, Any] = {name: texts[name] for name in WORKLOAD if name in texts}
             workload = Training(numbers["seq_len"], numbers["global_batch"], **kinds)
             options = {name: texts[name] for name in PACKS if name in texts}
-            instances[key] = build_instance(texts["model"], texts["cluster"], workload, **options)
+            instance = build_instance(texts["model"], texts["cluster"], workload, **options)
+            tables = cost_tables(instance)
+            known[key] = _Known(instance, UnitTimes(tables), MemoryLines(tables))
         except InputError as error:
-            instances[key] = error
+            known[key] = error
         except ValueError as error:
-            instances[key] = InputError(str(error).split("; "))
-    found = instances[key]
+            known[key] = InputError(str(error).split("; "))
+    found = known[key]
     if isinstance(found, InputError):
         raise InputError(found.faults)
     return found
 
 
-def _numbers(given: dict[str, Any]) -> dict[str, int]:
+def _numbers(given: Cells) -> dict[str, int]:
     """Every number of a row as a whole one, also where pandas made it a float."""
     found, faults = {}, []
     for name in ("seq_len", "global_batch", *DEGREES, "recompute_layers"):
@@ -142,7 +200,7 @@ def _numbers(given: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def _truth(given: dict[str, Any], name: str) -> bool | None:
+def _truth(given: Cells, name: str) -> bool | None:
     """A truth value, also as a spreadsheet writes it; None when it is not given."""
     if name not in given:
         return None

@@ -14,6 +14,7 @@ from shardwise.data.profile import profile_document
 from shardwise.data.rules import tensor_faults
 from shardwise.formulations.memory_table import MemoryLines, MemoryTable, memory_table
 from shardwise.formulations.table import plan_table, step_times_s
+from shardwise.solver.evaluate import verdict_of
 from shardwise.solver.hierarchy import Timed, leave_one_source_out, timed_rows
 from shardwise.solver.measured import Planned, planned_runs
 
@@ -154,13 +155,6 @@ def predict(planned: Sequence[Planned]) -> list[Prediction]:
             p.run.assumed,
         )
     return out
-
-
-def verdict_of(load: float, band: float) -> str:
-    """ "fits", "tight" or "does not fit": whether 1 lies above, inside or below the band around `load`."""
-    if load * (1 + band) <= 1:
-        return "fits"
-    return "tight" if load * (1 - band) <= 1 else "does not fit"
 
 
 def _figures(planned: Sequence[Planned]) -> tuple[Floats, Floats, Floats]:
