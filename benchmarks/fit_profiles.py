@@ -43,7 +43,7 @@ still have its own."""
 MOVED = 0.05
 """A memory constant stays at the shared value when it moves by less than this share of its width."""
 FOLDS = 8
-WORSE = 5e-4
+WORSE = 1e-4
 """A constant goes when the leave-one-sweep-out error without it is not higher by this much."""
 
 
@@ -108,7 +108,8 @@ def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[
     }
     read = fit.residuals[np.isfinite(fit.residuals)]
     if len(read) >= 10:
-        found["memory_band"] = min(max(1.96 * float(np.std(read)), 0.03), 0.5)
+        spread = 1.4826 * float(np.median(np.abs(read - np.median(read))))
+        found["memory_band"] = min(max(1.96 * spread + abs(float(np.median(read))), 0.03), 0.5)
     return found
 
 

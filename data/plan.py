@@ -84,6 +84,11 @@ class Degrees:
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
+    def expert_dp_shard(self) -> int:
+        """Ranks that share one copy of the same experts under ZeRO."""
+        return max(self.expert_dp // self.dp_replicate, 1)
+
+    @property
     def dp_shard(self) -> int:
         """Data-parallel ranks that share one copy under ZeRO."""
         return self.dp // self.dp_replicate

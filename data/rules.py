@@ -17,7 +17,7 @@ from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, M
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardwise.data.plan import Placement, Plan, RankOrder
+    from shardwise.data.plan import Degrees, Placement, Plan, RankOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def is_linear(placement: Placement) -> bool:
     """
     levels = [
         level
-        for axis in placement.rank_order.split("-")
+        for axis in placement.rank_order.replace("tp", "tp-cp").split("-")
         for level, factor in enumerate(placement.factors(axis))
         if factor > 1
     ]
@@ -204,6 +204,26 @@ def is_even(chunks: tuple[int, ...]) -> bool:
     return not middle or (all(a >= b for a, b in itertools.pairwise(middle)) and middle[0] - middle[-1] <= 1)
 
 
+def group_faults(model: Model, degrees: Degrees, seq_len: int) -> list[str]:
+    """Context parallelism splits a causal sequence into 2 cp pieces (arguments.py L1087); experts are spread evenly
+    (arguments.py L1215) and each splits evenly."""
+    faults = []
+    if degrees.cp > 1 and seq_len % (2 * degrees.cp):
+        faults.append(f"cp={degrees.cp} needs seq_len={seq_len} to be a multiple of {2 * degrees.cp}")
+    experts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
+    if degrees.ep > 1 and not experts:
+        faults.append(f"ep={degrees.ep} needs a model with experts")
+    faults += [
+        f"ep={degrees.ep} does not divide num_experts={part.experts}" for part in experts if part.experts % degrees.ep
+    ]
+    faults += [
+        f"etp={degrees.etp} does not divide moe_intermediate_size={part.intermediate}"
+        for part in experts
+        if degrees.etp != degrees.tp and part.intermediate % degrees.etp
+    ]
+    return faults
+
+
 def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
     """Every rule that `plan` breaks."""
     d = plan.degrees
@@ -217,6 +237,9 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
             f"global_batch={global_batch}"
         )
     faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
+    faults += group_faults(model, d, seq_len)
+    if plan.schedule not in rules.schedules:
+        faults.append(f"schedule={plan.schedule} is not one of {', '.join(rules.schedules)}")
     if d.zero not in rules.zero_stages:
         faults.append(f"zero={d.zero} is not one of {rules.zero_stages}")
     faults += stage_faults(rules, model, plan)

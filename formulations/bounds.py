@@ -41,7 +41,7 @@ from shardwise.formulations.memory import (
     state_bytes,
     tied_copy,
 )
-from shardwise.formulations.step_time import hop_time_s, spans_of
+from shardwise.formulations.step_time import exchange_time_s, hop_time_s, spans_of
 
 if TYPE_CHECKING:
     from shardwise.formulations.coefficients import CostTables, ShardTimes
@@ -149,8 +149,8 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     scale = 1 + profile.straggler * np.log2(shape.tp * grid.pp * grid.dp)
     work, fastest = work * scale, fastest * scale
     sums = _tails(best, grid, counts, work)
-    exposed = np.where(grid.vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved * grid.vpp)
-    transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * exposed * hops, 0.0)
+    exchange = exchange_time_s(profile, hops, grid.vpp)
+    transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * grid.vpp * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
     if incumbent_s is not None:
         most = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)

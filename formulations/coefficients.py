@@ -259,7 +259,9 @@ class CostTables:
             return dense, dense
         stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
         _, same = split_spans(stage, degrees.ep * degrees.etp)
-        return dense, self.sync_rates(tuple(members for members, _ in same), degrees.zero, each_pass=each_pass)
+        replicate = degrees.expert_dp // degrees.expert_dp_shard
+        members = tuple(count for count, _ in same)
+        return dense, self.sync_rates(members, degrees.zero, replicate, each_pass=each_pass)
 
     def _sharded(
         self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime, *, end: bool
@@ -288,7 +290,7 @@ class CostTables:
         """(F2) of a candidate; the placement does not matter."""
         sharding = sharding_of(degrees)
         shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
-        key = (sharding, shard, degrees.expert_dp, degrees.zero, degrees.pp > 1)
+        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1)
         if key not in self._memory:
             self._memory[key] = self._memory_coefficients(degrees)
         return self._memory[key]

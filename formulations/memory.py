@@ -135,7 +135,7 @@ def state_bytes(instance: Instance, params: KindParams, degrees: Degrees) -> Sta
     """(M1) of parameters held by one device."""
     zero = degrees.zero
     shard = degrees.cp * degrees.dp_shard
-    return _state(instance, params.dense, shard, zero) + _state(instance, params.expert, degrees.expert_dp, zero)
+    return _state(instance, params.dense, shard, zero) + _state(instance, params.expert, degrees.expert_dp_shard, zero)
 
 
 def _state(instance: Instance, params: int, shard: int, zero: int) -> StateBytes:

@@ -99,7 +99,7 @@ class MemoryLines:
     def of(self, plan: Plan) -> _Lines:
         """The lines of a plan."""
         d = plan.degrees
-        shard = (d.cp * d.dp_shard, d.expert_dp) if d.zero else (1, 1)
+        shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
         flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
         sharding = sharding_of(d)
         split = (sharding, d.vpp, self._same(plan.stages), flying, plan.schedule)
@@ -117,7 +117,7 @@ class MemoryLines:
 
     def _states(self, degrees: Degrees) -> tuple[Floats, float]:
         """Bytes of states of each unit, and of buffers."""
-        shard = (degrees.cp * degrees.dp_shard, degrees.expert_dp) if degrees.zero else (1, 1)
+        shard = (degrees.cp * degrees.dp_shard, degrees.expert_dp_shard) if degrees.zero else (1, 1)
         key = (sharding_of(degrees), shard, degrees.zero, degrees.pp > 1)
         if key not in self._units:
             tables, instance = self.tables, self.tables.instance
@@ -137,10 +137,11 @@ class MemoryLines:
         by_mode, _, _ = self._kept(sharding)
         layers, _, _ = self._counts(plan)
         vectors = _vectors(plan.degrees.pp, plan.degrees.vpp, plan.micro_batches, plan.schedule)
-        weights = np.einsum("cmku,mu->kc", layers, by_mode)
-        kept = np.einsum("kvc,kc->kv", vectors, weights).max(axis=1)
+        weights = (layers * by_mode[None, :, None, :]).sum(axis=(1, 3))
+        kept = (vectors * weights.T[:, None, :]).sum(axis=2).max(axis=1)
         rounded = np.ceil(vectors[:, :, :, None, None] * (by_mode / MIB))
-        return kept, np.einsum("kvcmu,cmku->kv", rounded, layers).max(axis=1)
+        by_stage = layers.transpose(2, 0, 1, 3)[:, None]
+        return kept, (rounded * by_stage).sum(axis=(2, 3, 4)).max(axis=1)
 
     def _made(self, plan: Plan, sharding: Sharding, in_flight_bytes: tuple[Floats, Floats]) -> _Lines:
         instance, d = self.tables.instance, plan.degrees
@@ -213,7 +214,7 @@ def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:
 def memory_table(rows: Sequence[tuple[MemoryLines, Plan]]) -> MemoryTable:
     """The table of some plans, each with the lines of its instance."""
     found = [lines.of(plan) for lines, plan in rows]
-    most = max(len(lines.states) for lines in found)
+    most = max((len(lines.states) for lines in found), default=0)
 
     def by_stage(name: str) -> Floats:
         out = np.zeros((len(found), most))

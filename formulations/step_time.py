@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
 from shardwise.formulations.kernels import memory_bound_time_s
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
     from shardwise.data.cluster import Link
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
+    from shardwise.data.profile import Profile
+    from shardwise.formulations.layer_time import Number
 
 
 GRADIENT_PASS_BYTES = 18
 """Per gradient before the optimizer: unscale into fp32 (read 2, write 4), norm (read 4), clip (read and write 4)."""
+
+P2P_LAUNCHES = 10
 
 BUCKET_RANKS = 40
 """Buckets grow beyond this many ranks: max(40 million, one million per rank) elements (Megatron
@@ -155,18 +161,26 @@ def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> t
 
 
 def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
-    """One micro-batch's activations from stage to stage; sequence parallelism sends a 1 / tp share."""
+    """One micro-batch's activations from stage to stage; each rank sends a 1 / tp share, which is gathered on arrival
+    (Narayanan et al., arXiv 2104.04473, section 4.1; DeepSpeed partitions them likewise)."""
     size = ACTIVATION_BYTES * degrees.micro_batch * instance.workload.seq_len * instance.model.hidden / degrees.cp
-    return p2p_time_s(instance.accelerator, size / (degrees.tp if degrees.sequence_parallel else 1), link)
+    return p2p_time_s(instance.accelerator, size / degrees.tp, link)
 
 
 def exposed_transfer_s(instance: Instance, degrees: Degrees, hops: tuple[float, ...], stage: int) -> float:
     """(T2) Transfer time per micro-batch that stage `stage` waits for: one exchange with each neighbour and chunk."""
-    before = hops[stage - 1] if stage > 0 else 0.0
-    after = hops[stage] if stage < degrees.pp - 1 else 0.0
-    if degrees.vpp == 1:
-        return instance.profile.p2p_exposed * (before + after)
-    return instance.profile.p2p_exposed_interleaved * degrees.vpp * (before + after)
+    beside = hops[max(stage - 1, 0) : stage + 1]
+    waits: float = sum(exchange_time_s(instance.profile, hop, degrees.vpp) for hop in beside)
+    return degrees.vpp * waits
+
+
+def exchange_time_s(profile: Profile, hop: Number, vpp: Number) -> Number:
+    """(T2) What a stage waits for one exchange with a neighbour: the share of the transfer that shows, and the launches
+    of sends and receives, which Megatron issues together and waits for (core/pipeline_parallel/p2p_communication.py)."""
+    share: Number = profile.p2p_exposed if np.all(vpp == 1) else profile.p2p_exposed_interleaved
+    if isinstance(vpp, np.ndarray):
+        share = np.where(vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved)
+    return share * hop + profile.host_launch_s * P2P_LAUNCHES
 
 
 def tied_sync_s(instance: Instance, degrees: Degrees, placement: Placement, embedding_params: int) -> float:

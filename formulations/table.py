@@ -19,7 +19,7 @@ from shardwise.formulations.coefficients import DRAIN_WEIGHT_GRADIENTS, groups_o
 from shardwise.formulations.layer_costs import TERMS, LayerTerms
 from shardwise.formulations.layer_time import exposed, larger, layer_time
 from shardwise.formulations.memory import KindParams, end_params_on_device, tied_copy
-from shardwise.formulations.step_time import hop_times_s, tied_sync_s, unit_times_s
+from shardwise.formulations.step_time import exchange_time_s, hop_times_s, tied_sync_s, unit_times_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,8 +170,8 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
             instance = units.tables.instance
             splits[key] = split_of(plan, instance.model.kind_indices, len(instance.model.kinds) + 2)
         chosen.append(splits[key])
-    most_units = max(len(units.sync) for units, _, _ in found)
-    most_stages = max(plan.degrees.pp for _, _, plan in found)
+    most_units = max((len(units.sync) for units, _, _ in found), default=0)
+    most_stages = max((plan.degrees.pp for _, _, plan in found), default=0)
 
     def by_unit(name: str) -> Floats:
         out = np.zeros((len(found), most_units))
@@ -236,7 +236,8 @@ def step_times_s(table: PlanTable, profile: Profile) -> Floats:
     chosen = t.selective[:, :, 0] * on_stages(t.layers, selective)
     work = on_stages(t.layers, both) + on_stages(t.full, full) + chosen
     before = np.concatenate([np.zeros((len(t), 1)), t.hops[:, :-1]], axis=1)
-    waiting = np.where(t.vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved * t.vpp) * (before + t.hops)
+    waiting = t.vpp * (t.stage > 0) * exchange_time_s(profile, before, t.vpp)
+    waiting = waiting + t.vpp * (t.stage < t.pp - 1) * exchange_time_s(profile, t.hops, t.vpp)
     busy = t.micro_batches * (work + waiting)
     weights = t.drained_weights * profile.gemm * t.terms.gemm_backward / 2 * scale
     drained = np.maximum(backward - weights, -forward)

@@ -50,7 +50,7 @@ def degrees_from(
     others = {"vpp": vpp, "micro_batch": micro_batch, "zero": zero, "ep": ep, "etp": etp, "dp_replicate": dp_replicate}
     try:
         if dp is None:
-            dp = max(1, instance.cluster.device_count // Degrees(tp=tp, pp=pp, cp=cp).devices)
+            dp = max(1, instance.cluster.device_count // max(1, tp * pp * cp))
         parallel = tp > 1 if sequence_parallel is None else sequence_parallel
         return Degrees(tp=tp, pp=pp, dp=dp, cp=cp, sequence_parallel=parallel, **others)
     except ValueError as error:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.model import Moe
 from shardwise.data.profile import profile_document
-from shardwise.data.rules import tensor_faults
+from shardwise.data.rules import group_faults, tensor_faults
 from shardwise.formulations.memory_table import MemoryLines, MemoryTable, memory_table
 from shardwise.formulations.table import plan_table, step_times_s
 from shardwise.solver.evaluate import verdict_of
@@ -197,11 +196,7 @@ def run_faults(p: Planned) -> list[str]:
     faults = tensor_faults(instance.model, d.tp, d.sequence_parallel, instance.workload.seq_len)
     if batch % (d.micro_batch * d.dp):
         faults.append(f"micro_batch={d.micro_batch} x dp={d.dp} does not divide global_batch={batch}")
-    if d.cp > 1 and instance.workload.seq_len % (2 * d.cp):
-        faults.append(f"cp={d.cp} needs seq_len={instance.workload.seq_len} to be a multiple of {2 * d.cp}")
-    experts = {kind.ffn.experts for kind in instance.model.kinds if isinstance(kind.ffn, Moe)}
-    faults += [f"ep={d.ep} does not divide num_experts={count}" for count in experts if count % d.ep]
-    return faults
+    return faults + group_faults(instance.model, d, instance.workload.seq_len)
 
 
 def fitted_count(name: str) -> int:

@@ -131,8 +131,13 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
     d = plan.degrees
     flags = [f"--tensor-model-parallel-size {d.tp}", f"--pipeline-model-parallel-size {d.pp}"]
     if any(isinstance(kind.ffn, Moe) for kind in model.kinds):
-        # Experts are split by tp like everything else (etp defaults to tp in Megatron-Core; said so that it shows).
-        flags += ["--expert-model-parallel-size 1", f"--expert-tensor-parallel-size {d.tp}"]
+        flags += [f"--expert-model-parallel-size {d.ep}", f"--expert-tensor-parallel-size {d.etp}"]
+        if d.ep > 1:
+            flags.append("--moe-token-dispatcher-type alltoall")
+    if d.cp > 1:
+        flags.append(f"--context-parallel-size {d.cp}")
+    if d.dp_replicate > 1:
+        flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:
         flags.append("--sequence-parallel")
     if d.zero == 1:

@@ -1,0 +1,97 @@
+"""The published runs, predicted: the errors that are claimed, kept true."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from shardwise.data.runs import run_of, shipped_runs
+from shardwise.solver.evaluate import verdict_of
+from shardwise.solver.validate import Validation, kendall_tau, validate
+
+if TYPE_CHECKING:
+    from shardwise.solver.validate import SourceErrors
+
+MOST_ERROR = 0.12
+FEW_ROWS = 5
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Validation:
+    return validate(shipped_runs(), leave_out=True)
+
+
+def of_source(name: str) -> SourceErrors:
+    return next(source for source in shipped().sources if source.source == name)
+
+
+def test_step_times_are_within_what_is_claimed() -> None:
+    overall = shipped().overall
+    assert overall["time_mape_mean_of_sources"] <= 0.065
+    assert overall["time_mape_over_rows"] <= 0.07
+    assert overall["rows_not_modelled_share"] <= 0.03
+    for source in shipped().sources:
+        if source.timed >= FEW_ROWS:
+            assert source.time_mape is not None
+            assert source.time_mape <= MOST_ERROR, source.source
+
+
+def test_a_source_that_was_not_fitted_is_predicted_within_what_is_claimed() -> None:
+    assert shipped().overall["left_out_mape_mean_of_sources"] <= 0.20
+    assert all(source.left_out_mape is not None for source in shipped().sources if source.timed)
+
+
+def test_layouts_are_ranked() -> None:
+    assert shipped().overall["tau_mean"] >= 0.85
+
+
+def test_memory_is_within_what_is_claimed() -> None:
+    overall = shipped().overall
+    assert overall["memory_mape_over_rows"] <= 0.06
+    assert overall["ran_refused"] <= 0.02
+    aleph = of_source("aleph")
+    assert aleph.oom_caught / (aleph.oom_caught + aleph.oom_missed) >= 0.95
+    assert aleph.ran_refused / (aleph.ran_refused + aleph.ran_admitted) <= 0.05
+
+
+def test_there_is_one_prediction_per_row_in_order() -> None:
+    predictions = shipped().predictions
+    assert [p.id for p in predictions] == [run.id for run in shipped_runs()]
+    for p in predictions:
+        if p.predicted_step_time_s is None:
+            assert p.reason
+            assert (p.predicted_peak_mem_gb, p.predicted_fits, p.legal) == (None, None, None)
+        else:
+            assert p.predicted_step_time_s > 0
+            assert p.predicted_peak_mem_gb is not None
+            assert p.predicted_peak_mem_gb > 0
+            assert p.verdict in ("fits", "tight", "does not fit")
+            assert p.legal is not False or p.reason
+
+
+def test_tau_counts_pairs_that_are_apart() -> None:
+    measured = np.array([1.0, 1.01, 2.0, 3.0])
+    # 1.0 and 1.01 tie; of the other five pairs all agree, then one does not.
+    assert kendall_tau(measured, np.array([5.0, 4.0, 6.0, 7.0])) == 1.0
+    assert kendall_tau(measured, np.array([5.0, 4.0, 7.0, 6.0])) == pytest.approx(3 / 5)
+    assert kendall_tau(np.array([1.0, 1.001]), np.array([1.0, 2.0])) is None
+
+
+@pytest.mark.parametrize(("load", "verdict"), [(0.9, "fits"), (0.95, "tight"), (1.05, "tight"), (1.2, "does not fit")])
+def test_the_verdict_between_the_edges_of_the_band_is_tight(load: float, verdict: str) -> None:
+    assert verdict_of(load, 0.1) == verdict
+
+
+def test_rows_of_anyone_are_predicted_or_refused() -> None:
+    rows = [dict(run.row) for run in shipped_runs()[:3]]
+    rows[1] |= {"id": "mine_2", "gpu": "unknown"}
+    rows[2] |= {"id": "mine_3", "tp": "3"}
+    result = validate([run_of(row) for row in rows])
+    assert [p.id for p in result.predictions] == [rows[0]["id"], "mine_2", "mine_3"]
+    assert result.predictions[1].reason
+    assert result.predictions[1].predicted_step_time_s is None
+    assert result.predictions[2].legal is False
+    assert "tp=3" in (result.predictions[2].reason or "")
