@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 GB = 1e9
 MIB = 2**20
+NOTHING = 1e-7
+"""Shares below this are rounding."""
 
 
 def show_result(console: Console, instance: Instance, result: Result) -> None:
@@ -94,6 +96,15 @@ def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation
     ):
         console.print(table)
     _line(console, escape(_crossings(instance, plan)))
+    peak, band = evaluation.peak_memory_bytes / GB, evaluation.memory_band
+    _line(
+        console,
+        f"memory {peak:.1f} GB, {peak * (1 - band):.1f} to {peak * (1 + band):.1f} within the band of the profile: "
+        f"{evaluation.verdict}",
+    )
+    _line(console, escape(_energy(evaluation)))
+    for risk in evaluation.risks:
+        _line(console, f"[yellow]risk:[/yellow] {escape(risk)}")
     for fault in evaluation.faults:
         _line(console, f"[red]illegal:[/red] {escape(fault)}")
     for fault in evaluation.limit_faults:
@@ -106,11 +117,23 @@ def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation
         )
 
 
+def _energy(evaluation: Evaluation) -> str:
+    energy = evaluation.energy
+    if energy is None:
+        return f"energy is not known: {evaluation.energy_reason}"
+    step, token, watts = energy.joules_per_step, energy.joules_per_token, energy.watts_per_device
+    return (
+        f"energy at the wall {step.value / 1e6:.3g} MJ a step ({step.low / 1e6:.3g} to {step.high / 1e6:.3g}), "
+        f"{token.value:.3g} J a token, {watts.value:.0f} W per device slot; "
+        f"fitted {', '.join(energy.fitted)}, assumed {', '.join(energy.assumed)}"
+    )
+
+
 def show_assumptions(console: Console, instance: Instance) -> None:
     """What the inputs left unsaid."""
     assumed = [*instance.model.assumed, *instance.cluster.assumed]
     if any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
-        assumed.append("tokens are routed evenly over the experts; ep=1, expert parallelism is not searched yet")
+        assumed.append("tokens are routed evenly over the experts; expert parallelism is evaluated, not searched yet")
     for line in assumed:
         _line(console, f"assumed: {escape(line)}")
 
@@ -127,8 +150,10 @@ def _title(instance: Instance) -> str:
 def _degrees(plan: Plan) -> str:
     d = plan.degrees
     sequence = " sp" if d.sequence_parallel else ""
+    others = [("cp", d.cp, 1), ("ep", d.ep, 1), ("etp", d.etp, d.tp), ("dp_replicate", d.dp_replicate, 1)]
+    more = "".join(f"{name}={value} " for name, value, usual in others if value != usual)
     return (
-        f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} micro_batch={d.micro_batch} zero={d.zero} "
+        f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero} "
         f"({d.devices} devices)"
     )
 
@@ -170,7 +195,7 @@ def _stages(plan: Plan, evaluation: Evaluation) -> Table:
 
 def _rows(table: Table, items: Iterable[tuple[str, float]], unit: float, total: float) -> Table:
     for name, value in items:
-        if value:
+        if abs(value) > NOTHING * total:
             table.add_row(name.replace("_", " "), f"{value / unit:.3f}", f"{100 * value / total:.1f} %")
     return table
 

@@ -118,8 +118,8 @@ def test_a_model_goes_by_many_names(name: str) -> None:
 
 
 def test_all_catalogue_slugs_load() -> None:
-    assert len(catalog_models()) == 118
-    assert len({entry.slug for entry in catalog_models()}) == 118
+    assert len(catalog_models()) == 119
+    assert len({entry.slug for entry in catalog_models()}) == 119
     assert all(slug_of(entry.name) == entry.slug for entry in catalog_models())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.data.plan import Plan
+from shardwise.data.runs import shipped_runs
 from shardwise.solver.cli import app
 
 TRAINING = ("--seq-len", "4096", "--global-batch", "64")
@@ -477,3 +479,83 @@ def test_a_mistyped_field_of_a_saved_model_is_named(
     code, text = invoke("evaluate", "--plan", str(file))
     assert code == 2
     assert words in text
+
+
+def few_rows(path: Path, count: int = 30) -> Path:
+    """The first scored rows of one shipped source, as a file of one's own."""
+    rows = [dict(r.row) for r in shipped_runs() if r.source == "aleph" and r.scored][:count]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_validate_writes_one_prediction_per_row(tmp_path: Path) -> None:
+    rows = few_rows(tmp_path / "rows.csv", 8)
+    with rows.open("a", encoding="utf-8") as file:
+        file.write("odd,,,nonsense" + "," * 36 + "\n")
+    done = run("validate", "--rows", str(rows), "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert len(document) == 9
+    needed = {"id", "predicted_step_time_s", "predicted_peak_mem_gb", "predicted_fits", "legal", "reason"}
+    assert all(needed <= set(entry) for entry in document)
+    assert document[0]["predicted_step_time_s"] > 0
+    assert (document[-1]["id"], document[-1]["predicted_step_time_s"]) == ("odd", None)
+    assert document[-1]["reason"]
+    assert "Kendall tau" in done.stdout
+
+
+def test_validate_takes_a_profile_and_refuses_what_is_none(tmp_path: Path) -> None:
+    rows = few_rows(tmp_path / "rows.csv", 4)
+    done = run("validate", "--rows", str(rows), "--profile", "megatron-core", "--json", "-", "-q")
+    assert done.returncode == 0
+    assert {entry["profile"] for entry in json.loads(done.stdout)} == {"megatron-core"}
+    assert run("validate", "--rows", str(rows), "--profile", "none-such").returncode == 2
+    assert run("validate", "--rows", str(tmp_path / "absent.csv")).returncode == 2
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    bad = run("validate", "--rows", str(tmp_path / "bad.csv"))
+    assert bad.returncode == 2
+    assert "column gpu is missing" in bad.stderr
+
+
+def test_calibrate_writes_a_profile_that_evaluate_takes(tmp_path: Path) -> None:
+    rows = few_rows(tmp_path / "rows.csv")
+    profile = tmp_path / "mine.toml"
+    done = run(
+        "calibrate", str(rows), "-o", str(profile), "--from", "megatron-core", "--json", str(tmp_path / "c.json")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "leaving one row out" in done.stdout
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert found["leave_one_out_error"] < found["error_before"]
+    text = profile.read_text()
+    assert 'name = "mine"' in text
+    assert "fitted = " in text
+    evaluated = run(
+        "evaluate", "llama-3.1-8b", "dgx-a100:2", *TRAINING, "--tp", "2", "--profile", str(profile), "--json", "-"
+    )
+    assert evaluated.returncode in (0, 1)
+    assert json.loads(evaluated.stdout)["step_time_s"] > 0
+    assert run("calibrate", str(rows), "-o", str(tmp_path)).returncode == 2
+
+
+def test_evaluate_takes_every_axis(tmp_path: Path) -> None:
+    done = run(
+        "evaluate", "qwen3-30b-a3b", "dgx-h100:2", "--seq-len", "4096", "--global-batch", "64", "--cp", "2", "--ep", "8",
+        "--etp", "1", "--rules", "megatron-core", "--json", str(tmp_path / "out.json"),
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["legal"]
+    assert document["parts"]["expert_parallel_s"] > 0
+    assert document["energy"]["joules_per_token"]["low"] < document["energy"]["joules_per_token"]["high"]
+    assert document["verdict"] in ("fits", "tight", "does not fit")
+    (tmp_path / "plan.json").write_text(json.dumps(document["plan"]))
+    assert "ep=8" in done.stdout
+    sharded = run(
+        "evaluate", "llama-3.1-8b", "dgx-h100:1", *TRAINING, "--zero", "3", "--rules", "megatron-core",
+    )  # fmt: skip
+    assert sharded.returncode == 1
+    assert "zero=3 is not one of" in sharded.stdout
