@@ -22,7 +22,7 @@ from shardwise.data.profile import BASE, list_profiles, load_profile, profile_do
 from shardwise.data.runs import read_runs
 from shardwise.formulations.table import step_times_s
 from shardwise.solver.calibrate import document_of, to_toml
-from shardwise.solver.fitting import MEMORY_WIDTHS, TIME_WIDTHS, fit_memory, fit_time
+from shardwise.solver.fitting import MEMORY_WIDTHS, TIME_PRIORS, TIME_WIDTHS, fit_memory, fit_time
 from shardwise.solver.hierarchy import (
     OWN_WEIGHT,
     Timed,
@@ -37,7 +37,7 @@ from shardwise.solver.validate import GB, memory_of, sweep_key
 if TYPE_CHECKING:
     from shardwise.data.profile import Profile
 
-NEUTRAL = {"cp_comm_exposed": 0.2, "ep_comm_exposed": 0.3, "p2p_exposed_interleaved": 0.2, "step_overhead_s": 0.0}
+ASSUMED = ("cp_comm_exposed", "ep_comm_exposed", "p2p_exposed_interleaved", "step_overhead_s")
 """Bounded assumptions: fitting them to all sources does not lower the leave-one-source-out error. A generation may
 still have its own."""
 MOVED = 0.05
@@ -121,10 +121,10 @@ def main() -> None:
     planned = planned_runs(read_runs(arguments.rows))
     timed_planned = [p for p in planned if p.plan is not None and p.run.scored]
     timed = timed_rows(planned)
-    shared_names = [name for name in TIME_WIDTHS if name not in NEUTRAL]
+    shared_names = [name for name in TIME_WIDTHS if name not in ASSUMED]
     document = profile_document(BASE)
-    for name, value in NEUTRAL.items():
-        document["constants"][name]["value"] = value
+    for name in ASSUMED:
+        document["constants"][name]["value"] = TIME_PRIORS[name]
     sources = len(dict.fromkeys(timed.source.tolist()))
     shared = fit_shared(timed, shared_names)
     constants = {name: getattr(shared, name) for name in shared_names}

@@ -14,19 +14,28 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.data.cluster_catalog import family_cluster, load_accelerator, load_family
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS, Latent, Model
 from shardwise.data.model_catalog import load_model
 from shardwise.data.model_parts import attention, latent_attention, layer, linear, mlp, moe, norm
 from shardwise.data.plan import Degrees
+from shardwise.data.run_hardware import cluster_of
+from shardwise.data.run_words import (
+    DISTRIBUTED,
+    attention_of,
+    fused_norm_of,
+    precision_of,
+    profile_of,
+    recompute_of,
+    zero_of,
+)
 from shardwise.data.workload import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from shardwise.data.cluster import Cluster, Link
+    from shardwise.data.cluster import Cluster
     from shardwise.data.model import LayerKind
 
 Row = dict[str, str]
@@ -42,67 +51,6 @@ NOT_SCORED = (
 )  # fmt: skip
 """Flags of rows whose time is not what the layout gives."""
 
-FAMILY_OF = (
-    ("gb300", "gb300-nvl72"),
-    ("gb200", "gb200-nvl72"),
-    ("b300", "dgx-b300"),
-    ("b200", "dgx-b200"),
-    ("h200", "dgx-h200"),
-    ("h800", "dgx-h800"),
-    ("h100", "dgx-h100"),
-    ("a800", "dgx-a800"),
-    ("a100-sxm4-40", "dgx-a100-40gb"),
-    ("a100", "dgx-a100"),
-    ("v100", "v100-sxm"),
-    ("mi355", "mi355x"),
-    ("mi350", "mi355x"),
-    ("mi325", "mi325x"),
-    ("mi300", "mi300x"),
-    ("l40s", "l40s"),
-    ("a10g", "a10g"),
-    ("910b", "ascend-910b"),
-    ("v5p", "tpu-v5p"),
-    ("v5e", "tpu-v5e"),
-    ("v6e", "tpu-v6e"),
-    ("gaudi3", "gaudi3"),
-    ("gaudi2", "gaudi2"),
-)
-"""Node family by a part of the accelerator's name, more specific ones first."""
-
-PROFILE_OF = (
-    ("nvidia release", "mlperf-nemo"),
-    ("framework release", "mlperf-nemo"),
-    ("container 26.06", "megatron-bridge-26.06"),
-    ("container 26.08", "megatron-bridge-26.06"),
-    ("container 2", "megatron-bridge"),
-    ("megatron-bridge", "megatron-lm-2026"),
-    ("te 2.", "megatron-lm-2026"),
-    ("nemo", "megatron-core"),
-    ("megatron-core", "megatron-core"),
-    ("torchtitan", "torchtitan"),
-    ("nanotron", "nanotron"),
-    ("internevo", "internevo"),
-    ("internlm", "internevo"),
-    ("llm-foundry", "fsdp1"),
-    ("composer", "fsdp1"),
-    ("fsdp", "fsdp1"),
-    ("aleph", "aleph-scaling"),
-    ("megatron-lm schedule", "megatron-2023"),
-    ("megatron-deepspeed", "megatron-2021"),
-    ("deepspeed", "megatron-2021"),
-    ("megatron-lm (202", "megatron-2021"),
-    ("megatron", "megatron-core"),
-    ("mxnet", "mlperf-nemo"),
-    ("maxtext", "megatron-core"),
-    ("paxml", "megatron-core"),
-)
-"""Profile by a part of what `framework` says, first match."""
-
-BEFORE_FLASH = ("megatron-2021", "megatron-2023", "aleph-scaling")
-"""Generations whose default is the fused softmax."""
-DISTRIBUTED = ("megatron-core", "megatron-bridge", "megatron-bridge-26.06", "mlperf-nemo", "megatron-lm-2026")
-"""Generations whose recipes use the distributed optimizer."""
-FALLBACK_PROFILE = "megatron-core"
 GATED = ("llama", "internlm", "mistral", "mixtral", "qwen", "deepseek", "moonlight", "gemma", "yi", "baichuan", "palm")
 
 
@@ -190,7 +138,7 @@ def read_runs(path: Path | str) -> list[Run]:
 
 def run_of(row: Row) -> Run:
     """One row as a `Run`; what cannot be modelled becomes its `reason`."""
-    run = Run(row["id"], row["id"].split("_")[0], row, profile_of(row.get("framework", "")))
+    run = Run(row["id"], row["id"].split("_")[0], row, profile_of(row.get("framework", ""), row.get("zero_fsdp", "")))
     try:
         return _modelled(run)
     except (InputError, ValueError) as error:
@@ -198,19 +146,13 @@ def run_of(row: Row) -> Run:
         return replace(run, reason="; ".join(faults))
 
 
-def profile_of(framework: str) -> str:
-    """The profile of the framework generation that a text names."""
-    text = framework.lower()
-    return next((profile for part, profile in PROFILE_OF if part in text), FALLBACK_PROFILE)
-
-
 def _modelled(run: Run) -> Run:
     row = run.row
     assumed: list[str] = []
     if "lora" in (row["model"] + row.get("framework", "") + row.get("notes", "")[:80]).lower():
         raise InputError("LoRA: frozen weights are not modelled yet")
-    faults = [f"{name} is empty" for name in ("n_gpus", "seq_len", "micro_batch", "global_batch") if not row.get(name)]
-    sharded = any(word in row.get("zero_fsdp", "").lower() for word in ("fsdp", "hsdp"))
+    faults = [f"{name} is empty" for name in ("n_gpus", "seq_len", "global_batch") if not row.get(name)]
+    sharded = any(word in row.get("zero_fsdp", "").lower() for word in ("fsdp", "hsdp", "zero"))
     if not row.get("tp") and not sharded:
         faults.append("tp is empty: the layout is not known")
     if faults:
@@ -220,9 +162,9 @@ def _modelled(run: Run) -> Run:
     workload = Training(
         seq_len=_count(row, "seq_len"),
         global_batch=_count(row, "global_batch"),
-        precision=_precision(row.get("precision", ""), assumed),
-        attention=_attention(row.get("flash_attention", ""), run.profile, assumed),
-        fused_norm=_fused_norm(row, run.profile),
+        precision=precision_of(row.get("precision", ""), assumed),
+        attention=attention_of(row.get("flash_attention", ""), run.profile, assumed),
+        fused_norm=fused_norm_of(row, run.profile),
         fp32_gradients="fp32 grad" in row.get("precision", "").lower(),
     )
     cluster = cluster_of(
@@ -232,7 +174,7 @@ def _modelled(run: Run) -> Run:
         row.get("interconnect", ""),
         _number(row, "gpu_mem_gb"),
     )
-    recompute, share = _recompute(row.get("recompute", ""))
+    recompute, share = recompute_of(row.get("recompute", ""))
     if recompute == "unknown":
         assumed.append("recompute is not stated: none assumed")
         recompute = "none"
@@ -292,7 +234,7 @@ def _built(name: str, cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
     dense = layer(width, mixer, mlp(width, int(ffn), gated=gated, bias=not gated), norm_kind=kind_of_norm)
     kinds: tuple[LayerKind, ...] = (dense,) * int(layers)
     if experts:
-        sparse = layer(width, mixer, _experts(width, experts), norm_kind=kind_of_norm)
+        sparse = layer(width, mixer, _experts(width, int(ffn), experts), norm_kind=kind_of_norm)
         first = 1 if "MLA" in experts else 0
         kinds = (dense,) * first + (sparse,) * (int(layers) - first)
     tied = not gated or _is_tied(params_b, kinds, width * vocab)
@@ -306,10 +248,15 @@ def _built(name: str, cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
     return model, tuple(assumed)
 
 
-def _experts(width: int, text: str) -> Any:
+def _experts(width: int, intermediate: int, text: str) -> Any:
     found = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
-    if not {"experts", "topk", "moe_ffn"} <= set(found):
-        raise InputError(f"moe={text!r} must state experts, topk and moe_ffn")
+    for key, pattern in (("experts", r"(\d+)\s*experts"), ("topk", r"top-?(\d+)")):
+        stated = re.search(pattern, text.lower())
+        if stated:
+            found.setdefault(key, int(stated[1]))
+    found.setdefault("moe_ffn", intermediate)
+    if not {"experts", "topk"} <= set(found):
+        raise InputError(f"moe={text!r} must state experts and topk")
     return moe(width, found["experts"], found["topk"], found["moe_ffn"], shared_intermediate=found.get("shared_ffn", 0))
 
 
@@ -367,10 +314,16 @@ def _degrees(row: Row, assumed: list[str]) -> Degrees:
     ep = _whole(row, "ep") or 1
     dp = _whole(row, "dp") or max(devices // (tp * pp * cp), 1)
     sharding = row.get("zero_fsdp", "").lower()
-    zero, replicate = _zero(sharding, dp)
+    zero, replicate = zero_of(sharding, dp)
     if not sharding and profile_of(row.get("framework", "")) in DISTRIBUTED:
         zero = 1
         assumed.append("distributed optimizer (not stated)")
+    micro_batch = _whole(row, "micro_batch")
+    if micro_batch is None:
+        if row.get("micro_batch"):
+            micro_batch = _count(row, "micro_batch")
+        micro_batch = 1
+        assumed.append("micro_batch=1 (not stated)")
     sequence_parallel = row.get("seq_parallel", "").lower()
     if sequence_parallel.startswith(("yes", "no")) and not sequence_parallel.startswith("not"):
         parallel = sequence_parallel.startswith("yes")
@@ -384,24 +337,14 @@ def _degrees(row: Row, assumed: list[str]) -> Degrees:
         layers = _whole(row, "layers") or pp
         vpp = max((layers + 2) // pp, 1)
     return Degrees(
-        tp=tp, pp=pp, dp=dp, vpp=vpp if pp > 1 else 1, micro_batch=_count(row, "micro_batch"), zero=zero,
-        sequence_parallel=parallel and tp > 1, cp=cp, ep=ep, etp=1 if ep > 1 else 0, dp_replicate=replicate,
+        tp=tp, pp=pp, dp=dp, vpp=vpp if pp > 1 else 1, micro_batch=micro_batch, zero=zero,
+        sequence_parallel=parallel and tp > 1, cp=cp, ep=ep, etp=_expert_split(tp, cp, dp, ep), dp_replicate=replicate,
     )  # fmt: skip
 
 
-def _zero(text: str, dp: int) -> tuple[int, int]:
-    """ZeRO stage and replica groups from what a row says."""
-    group = re.search(r"group of (\d+)", text)
-    replicate = dp // int(group[1]) if group and dp % int(group[1]) == 0 and dp > int(group[1]) else 1
-    if "hsdp" in text and "fsdp (" not in text:
-        return 3, dp // 8 if dp % 8 == 0 and dp > 8 else 1
-    if "fsdp" in text or "zero-3" in text or "zero3" in text:
-        return 3, replicate
-    if "zero-2" in text or "zero2" in text:
-        return 2, replicate
-    if "zero-1" in text or "zero1" in text or "distributed optimizer" in text:
-        return 1, replicate
-    return 0, 1
+def _expert_split(tp: int, cp: int, dp: int, ep: int) -> int:
+    """Experts are whole where they are spread, as the recipes have them, and split by tp where they are not."""
+    return 1 if ep > 1 and tp * cp * dp % ep == 0 else 0
 
 
 def _schedule(row: Row, degrees: Degrees) -> str:
@@ -416,121 +359,6 @@ def _schedule(row: Row, degrees: Degrees) -> str:
         if part in text:
             return schedule
     return degrees.schedule
-
-
-def _recompute(text: str) -> tuple[str, float]:
-    """Mode and share of layers."""
-    text = text.lower()
-    if not text or "recipe" in text:
-        return "unknown", 1.0
-    if "every other" in text or "every n-th" in text:
-        return "full", 0.5
-    if text.startswith("full"):
-        return "full", 1.0
-    if text.startswith("selective"):
-        return "selective", 1.0
-    return "none", 1.0
-
-
-def _precision(text: str, assumed: list[str]) -> Any:
-    text = text.lower()
-    if "nvfp4" in text or "fp4" in text:
-        if "ambiguous" in text:
-            assumed.append("precision=nvfp4 (fp8 or nvfp4 in the source)")
-        return "nvfp4"
-    if "mxfp8" in text or "fp8-mx" in text or "mx on" in text:
-        return "mxfp8"
-    if "fp8" in text:
-        return "fp8"
-    return "fp16" if text.startswith("fp16") and "bf16" not in text else "bf16"
-
-
-def _attention(text: str, profile: str, assumed: list[str]) -> Any:
-    text = text.lower()
-    if "v1" in text or "triton" in text or text == "flash_attention":
-        return "flash1"
-    if text.startswith(("yes", "flash_attention2", "sdpa")):
-        return "flash2"
-    if text.startswith("no") or text == "fused":
-        return "unfused"
-    if text == "torch":
-        return "eager"
-    if not text:
-        kernel = "unfused" if profile in BEFORE_FLASH else "flash"
-        assumed.append(f"attention={kernel} (not stated)")
-        return kernel
-    return "flash"
-
-
-def _fused_norm(row: Row, profile: str) -> bool:
-    kernels = row.get("flash_attention", "").lower()
-    framework = row.get("framework", "").lower()
-    if profile == "aleph-scaling":
-        return "rms" in kernels
-    if profile == "torchtitan":
-        return "compile" in framework
-    return True
-
-
-# -- hardware ----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def cluster_of(
-    gpu: str, devices: int, per_node: int | None, interconnect: str, memory_gb: float | None = None
-) -> Cluster:
-    """The cluster of a run: its node family with as many nodes as the run used, and the network that it names."""
-    text = gpu.lower().replace("_", "-").replace(" ", "-")
-    family_name = next((family for part, family in FAMILY_OF if part in text), None)
-    if family_name is None:
-        raise InputError(f"gpu={gpu!r} is not an accelerator of the catalogue")
-    family = load_family(family_name)
-    if memory_gb is not None and "40gb" in text.replace("-", "") and family_name == "dgx-a100":
-        family = load_family("dgx-a100-40gb")
-    accelerator = family.accelerator
-    if "pcie" in text:
-        accelerator = _variant(gpu, accelerator)
-    memory = int(memory_gb * 2**30) if memory_gb else accelerator.memory_bytes
-    if memory_gb and abs(memory / accelerator.memory_bytes - 1) > 0.05:
-        accelerator = replace(accelerator, name=f"{accelerator.name}-{memory_gb:g}GB", memory_bytes=memory)
-    if "hbm2e" in text and "h100" in text:
-        accelerator = replace(accelerator, memory_bandwidth_bytes_per_s=2.4e12, tdp_w=500.0)
-    node = min(per_node or family.devices_per_node, family.devices_per_node)
-    levels = list(family.levels)
-    rate = network_bytes_per_s(interconnect, family.devices_per_node)
-    if rate is not None:
-        levels[-1] = replace(levels[-1], link=_with_rate(levels[-1].link, rate))
-    family = replace(family, accelerator=accelerator, levels=tuple(levels))
-    nodes = -(-devices // node)
-    used = node if devices >= node else devices
-    if nodes > 1 and devices % node:
-        raise InputError(f"n_gpus={devices} is not a whole number of nodes of {node}")
-    return family_cluster(family, nodes, used)
-
-
-def _variant(gpu: str, accelerator: Any) -> Any:
-    try:
-        return load_accelerator(re.sub(r"\(.*?\)", "", gpu).strip())
-    except InputError:
-        return accelerator
-
-
-def network_bytes_per_s(text: str, per_node: int) -> float | None:
-    """Bytes per second and device that a description of the network between nodes gives, if it does."""
-    inter = text.split("inter:")[-1]
-    cards = re.search(r"(\d+)\s*x\s*(?:[A-Za-z0-9-]+\s+)?(?:[A-Za-z0-9-]+\s+)*?(\d+)\s*Gb", inter)
-    if cards:
-        return int(cards[1]) * int(cards[2]) * 1e9 / 8 / per_node
-    whole = re.search(r"(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|(?:RoCE/IB )?per node)", inter) or re.search(
-        r"inter (\d+) Gbps per node", text
-    )
-    if whole:
-        return int(whole[1]) * 1e9 / 8 / per_node
-    return None
-
-
-def _with_rate(link: Link, bytes_per_s: float) -> Link:
-    return replace(link, bandwidth_bytes_per_s=bytes_per_s)
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,25 @@ TIME_WIDTHS: dict[str, float] = {
 }
 """Constants of (R1) and how far each may be expected to lie from its prior."""
 
+TIME_PRIORS: dict[str, float] = {
+    "gemm": 1.05,
+    "core": 1.0,
+    "elementwise": 1.1,
+    "host_launch_s": 1e-5,
+    "tp_sync_s": 3e-6,
+    "tp_comm_exposed": 0.9,
+    "cp_comm_exposed": 0.2,
+    "ep_comm_exposed": 0.3,
+    "dp_comm_floor": 0.1,
+    "dp_comm_overlap": 0.8,
+    "p2p_exposed": 1.0,
+    "p2p_exposed_interleaved": 0.2,
+    "step_overhead_s": 0.0,
+    "straggler": 0.003,
+}
+"""Where each is expected before any run is seen: kernels a little slower than alone, most sync hidden, Megatron waiting
+for its transfers."""
+
 MEMORY_WIDTHS: dict[str, float] = {
     "memory_activations": 0.25,
     "memory_fragmentation": 0.15,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwise.data.profile import BASE, load_profile, profile_document
 from shardwise.formulations.table import PlanTable, plan_table, step_times_s
-from shardwise.solver.fitting import TIME_WIDTHS, fit_time
+from shardwise.solver.fitting import TIME_PRIORS, TIME_WIDTHS, fit_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,8 @@ def own_names(name: str) -> tuple[str, ...]:
 def fit_shared(timed: Timed, names: Sequence[str]) -> Profile:
     """(H1)."""
     weights = timed.weights(-0.5, SHARED_WEIGHT)
-    prior = load_profile(BASE)
+    constants: dict[str, Any] = dict(TIME_PRIORS)
+    prior = replace(load_profile(BASE), **constants)
     found = fit_time(timed.table, timed.measured_s, prior, bounds_of(BASE), names, weights=weights, scale=SHARED_SCALE)
     return found.profile
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Moe
-from shardwise.data.runs import catalog_model, network_bytes_per_s, profile_of, read_runs, run_of, shipped_runs
+from shardwise.data.run_hardware import network_bytes_per_s
+from shardwise.data.run_words import profile_of
+from shardwise.data.runs import catalog_model, read_runs, run_of, shipped_runs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,12 +56,12 @@ def test_a_row_is_completed_and_says_what_was_assumed() -> None:
     [
         ({"model": "Llama-2-70B (LoRA)"}, "LoRA"),
         ({"tp": "", "zero_fsdp": ""}, "the layout is not known"),
-        ({"micro_batch": ""}, "micro_batch is empty"),
+        ({"seq_len": ""}, "seq_len is empty"),
+        ({"precision": "fp32"}, "32 bits"),
         ({"gpu": "Abacus 3000"}, "is not an accelerator"),
         ({"model": "Unheard-of 7T"}, "not in the catalogue"),
-        ({"n_gpus": "12"}, "not a whole number of nodes"),
         ({"global_batch": "many"}, "global_batch='many'"),
-        ({"model": "X", "layers": "4", "hidden": "256", "heads": "4", "moe": "some"}, "must state experts"),
+        ({"model": "X", "layers": "4", "hidden": "256", "heads": "4", "moe": "some"}, "must state experts and topk"),
     ],
 )
 def test_a_row_that_cannot_be_modelled_says_why(change: dict[str, str], words: str) -> None:
@@ -121,10 +123,39 @@ def test_network_rates_are_read_from_words(text: str, expected: float | None) ->
     assert network_bytes_per_s(text, 8) == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "name", "memory_gib"),
+    [
+        ({"gpu": "A100-SXM4-40GB", "gpu_mem_gb": ""}, "A100-SXM-40GB", 40),
+        ({"gpu": "A100", "gpu_mem_gb": "40.0"}, "A100-SXM-40GB", 40),
+        ({"gpu": "MI250X", "gpu_mem_gb": ""}, "MI250X", None),
+        ({"gpu": "NVIDIA H100-SXM5-80GB"}, "H100-SXM", 80),
+        ({"gpu": "H100-96GB(HBM2e,500W)", "gpu_mem_gb": "96"}, "H100-SXM-96GB", 96),
+        ({"gpu": "NVIDIA Blackwell GPU (GB200)", "gpus_per_node": "4", "gpu_mem_gb": ""}, "GB200", None),
+    ],
+)
+def test_accelerators_are_found_however_they_are_written(
+    change: dict[str, str], name: str, memory_gib: int | None
+) -> None:
+    run = run_of(ROW | change)
+    assert run.cluster is not None, run.reason
+    (accelerator,) = run.cluster.accelerators
+    assert accelerator.name == name
+    assert memory_gib is None or accelerator.memory_bytes == memory_gib * 2**30
+
+
+def test_odd_device_counts_are_spread_evenly_over_nodes() -> None:
+    run = run_of(ROW | {"n_gpus": "12", "tp": "2", "cp": "1", "dp": "6", "global_batch": "96"})
+    assert run.cluster is not None
+    assert run.cluster.device_count == 12
+    assert {leaf.devices for leaf in run.cluster.leaves} == {6}
+
+
 def test_frameworks_have_their_generation() -> None:
     assert profile_of("Megatron-DeepSpeed, 1F1B") == "megatron-2021"
     assert profile_of("torchtitan FSDP bf16") == "torchtitan"
     assert profile_of("something new") == "megatron-core"
+    assert profile_of("something new", "FSDP full shard") == "fsdp1"
 
 
 def test_names_find_their_catalogue_model() -> None:
