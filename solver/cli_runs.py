@@ -12,6 +12,9 @@ from rich.table import Table
 from shardwise.data.faults import InputError
 from shardwise.solver.terminal import DONE, JsonOption, QuietOption, check_outputs, err, show, write, write_json
 
+WIDE = 110
+"""Columns of a terminal that has room for the profiles too."""
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -103,17 +106,18 @@ def calibrate_command(
 def show_validation(console: Console, result: Validation) -> None:
     """Tables of a validation."""
     table = Table(title="Predicted against measured, by source (errors in %)", title_justify="left")
-    for name in ("source", "profile"):
-        table.add_column(name, overflow="fold")
-    for name in ("rows", "timed", "time", "median", "bias", "left out", "memory", "oom", "ran"):
-        table.add_column(name, justify="right")
+    wide = console.width >= WIDE
+    table.add_column("source", no_wrap=True)
+    if wide:
+        table.add_column("profile", overflow="fold")
+    for name in ("rows", "timed", "time", "bias", "left out", "memory", "oom", "ran"):
+        table.add_column(name, justify="right", no_wrap=True)
     for s in result.sources:
-        ran_out = s.oom_caught + s.oom_missed
+        ran_out, ran = s.oom_caught + s.oom_missed, s.ran_admitted + s.ran_refused
         table.add_row(
-            escape(s.source), escape(", ".join(s.profiles)), str(s.rows), str(s.timed), _percent(s.time_mape),
-            _percent(s.time_median), _percent(s.time_bias, sign=True), _percent(s.left_out_mape),
-            _percent(s.memory_mape), f"{s.oom_caught}/{ran_out}" if ran_out else "",
-            f"{s.ran_admitted}/{s.ran_admitted + s.ran_refused}" if s.ran_admitted + s.ran_refused else "",
+            escape(s.source), *([escape(", ".join(s.profiles))] if wide else []), str(s.rows), str(s.timed),
+            _percent(s.time_mape), _percent(s.time_bias, sign=True), _percent(s.left_out_mape), _percent(s.memory_mape),
+            f"{s.oom_caught}/{ran_out}" if ran_out else "", f"{s.ran_admitted}/{ran}" if ran else "",
         )  # fmt: skip
     console.print(table)
     console.print(

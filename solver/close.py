@@ -107,6 +107,9 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
                     formulation.choice.uses(c)
                 )
         formulation.add_hint(incumbent.plan, incumbent.units)
+    for c, option in enumerate(options):
+        if option.bound > 0:  # an admissible bound cuts no plan off, and spares CP-SAT the proof of it
+            formulation.model.add(formulation.clock.step >= option.bound).only_enforce_if(formulation.choice.uses(c))
     order = cp_model.LinearExpr.weighted_sum(formulation.choice.literals, ranks)
     formulation.model.minimize(formulation.clock.step * len(options) + order)
     solver = new_solver(search, workers, seed)

@@ -153,7 +153,7 @@ def test_a_degree_that_no_plan_can_have_is_explained() -> None:
 
 def test_mixture_of_experts_and_hybrids_solve_with_the_axes_so_far() -> None:
     for model, cluster in (("qwen3-30b-a3b", "dgx-h100:8"), ("nemotron-h-56b", "dgx-h100:8")):
-        result = solved(model, cluster, 4096, 256)
+        result = solved(model, cluster, 4096, 512)
         assert result.status == "OPTIMAL", model
 
 
