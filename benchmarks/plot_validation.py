@@ -38,7 +38,7 @@ def plot_times(runs: Sequence[Run], result: Validation, path: Path) -> None:
     colours = plt.get_cmap("tab20")
     for index, source in enumerate(sources):
         points = [
-            (run.measured_step_time_s, p.predicted_step_time_s)
+            (run.measured_step_time_s or 0.0, p.predicted_step_time_s)
             for run, p in zip(runs, result.predictions, strict=True)
             if run.source == source and run.scored and p.predicted_step_time_s
         ]

@@ -110,7 +110,7 @@ def show_validation(console: Console, result: Validation) -> None:
     table.add_column("source", no_wrap=True)
     if wide:
         table.add_column("profile", overflow="fold")
-    for name in ("rows", "timed", "time", "bias", "left out", "memory", "oom", "ran"):
+    for name in ("rows", "timed", "time", "bias", "left", "mem", "oom", "ran"):
         table.add_column(name, justify="right", no_wrap=True)
     for s in result.sources:
         ran_out, ran = s.oom_caught + s.oom_missed, s.ran_admitted + s.ran_refused
@@ -121,8 +121,8 @@ def show_validation(console: Console, result: Validation) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "time: mean absolute error of the step time; left out: the same by constants fitted without the source; "
-        "oom: rows that ran out of memory and are called so; ran: rows that ran and are called fitting.\n"
+        "time: mean absolute error of the step time; left: the same by constants fitted without the source; "
+        "mem: of peak memory; oom: rows that ran out of memory and are called so; ran: rows that ran and are called fitting.\n"
     )
     o = result.overall
     lines = [
