@@ -77,9 +77,10 @@ class SplitSearch:
         """
         memory = self.tables.memory(candidate.degrees)
         found: list[Split] = []
+        splits = self._even_splits(candidate, time, limit) if candidate.degrees.vpp > 1 else None
         for modes in self.mode_sets:
             if candidate.degrees.vpp > 1:
-                found += self._interleaved(candidate, time, memory, limit, modes)
+                found += [] if splits is None else self._interleaved(candidate, memory, limit, modes, *splits)
             else:
                 split = self._single(candidate, time, memory, limit, modes)
                 if split is not None:
@@ -211,30 +212,31 @@ class SplitSearch:
             extra, mode, block = np.where(plainly, 0, extra), np.where(plainly, 0, mode), np.where(plainly, 0, block)
         return extra, mode, block
 
-    def _interleaved(
-        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
-    ) -> list[Split]:
-        """(P2)."""
-        d, total = candidate.degrees, self.layers
-        p, v = d.pp, d.vpp
-        most = self._most_layers(time, limit)
-        cuts = even_cuts(total, p, v, most)
+    def _even_splits(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> tuple[Ints, _ChunkSums] | None:
+        """(P2) The cuts of every even split whose stages alone are within `limit`, and their sums."""
+        p, v = candidate.degrees.pp, candidate.degrees.vpp
+        cuts = even_cuts(self.layers, p, v, self._most_layers(time, limit))
         busy = self.prefix(time.busy)
         cuts = cuts[
             (busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit
         ]
-        if not len(cuts):
+        return (cuts, _ChunkSums.of(self.prefix, time, cuts, p, v)) if len(cuts) else None
+
+    def _interleaved(
+        self, candidate: Candidate, memory: MemoryCoefficients, limit: int, modes: Modes, cuts: Ints, sums: _ChunkSums
+    ) -> list[Split]:
+        """(P2) under one set of recompute modes."""
+        p, v, time = candidate.degrees.pp, candidate.degrees.vpp, sums.time
+        chosen = sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit
+        if not chosen.any():
             return []
-        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
-        cuts = cuts[sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit]
-        if not len(cuts):
-            return []
+        cuts, sums = cuts[chosen], sums.rows(chosen)
         if modes == ("full",) and self.instance.rules.uniform_recompute:
-            cuts, blocks, value = self._interleaved_block(candidate, memory, time, cuts, limit)
+            cuts, blocks, value = self._interleaved_block(candidate, memory, sums, cuts, limit)
             mode, block = np.full((len(cuts), p), 2), np.repeat(blocks[:, None], p, axis=1)
         else:
-            cuts, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
-            value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra)
+            rows, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
+            cuts, value = cuts[rows], sums.rows(rows).value(extra)
         within = np.nonzero(value <= limit)[0]
         return [
             Split(
@@ -274,15 +276,14 @@ class SplitSearch:
         return total
 
     def _interleaved_block(
-        self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, limit: int
+        self, candidate: Candidate, memory: MemoryCoefficients, sums: _ChunkSums, cuts: Ints, limit: int
     ) -> tuple[Ints, Ints, Ints]:
         """(P3) with one full-recompute block for all stages: the splits within `limit`, the block and the value of each.
 
         Stage by stage the block grows until the stage fits; splits whose value with that block is above `limit` are
         dropped at once, and most are after the first stage.
         """
-        d = candidate.degrees
-        p, v = d.pp, d.vpp
+        p, v, time = candidate.degrees.pp, candidate.degrees.vpp, sums.time
         states, again, drain = (self.prefix(c) for c in (memory.state, time.busy_full, time.backward_full))
         sizes = np.diff(cuts)
         blocks = np.maximum(sizes.max(axis=1), 1) if self.whole else np.ones(len(cuts), np.int64)
@@ -303,9 +304,9 @@ class SplitSearch:
             until = np.minimum(cuts[:, :-1] + blocks[:, None], cuts[:, 1:])
             extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
             drained = (drain[until] - drain[cuts[:, :-1]])[:, :p]
-            value = _ChunkSums.of(self.prefix, time, cuts, p, v).value(extra, drained)
+            value = sums.value(extra, drained)
             alive = ~over & (value <= limit)
-            cuts, blocks, value = cuts[alive], blocks[alive], value[alive]
+            cuts, blocks, value, sums = cuts[alive], blocks[alive], value[alive], sums.rows(alive)
             if not len(cuts):
                 break
         return cuts, blocks, value
@@ -313,8 +314,9 @@ class SplitSearch:
     def _interleaved_recompute(
         self, candidate: Candidate, memory: MemoryCoefficients, time: TimeCoefficients, cuts: Ints, modes: Modes
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """(P3) for several chunks a stage: the splits that fit, and extra busy time, mode index and block by stage."""
+        """(P3) for several chunks a stage: the rows that fit, and extra busy time, mode index and block by stage."""
         p = candidate.degrees.pp
+        rows = np.arange(len(cuts))
         shape = (len(cuts), p)
         extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         again, selective = self.prefix(time.busy_full), self.prefix(time.busy_selective)
@@ -348,10 +350,10 @@ class SplitSearch:
                     block[better, k] = np.minimum(size, np.maximum((end - start).max(axis=1), 1))[better]
             alive = cost < INFINITE // 4
             if not alive.all():
-                cuts, extra, mode, block = cuts[alive], extra[alive], mode[alive], block[alive]
+                cuts, extra, mode, block, rows = cuts[alive], extra[alive], mode[alive], block[alive], rows[alive]
                 if not len(cuts):
                     break
-        return cuts, extra, mode, block
+        return rows, extra, mode, block
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,10 @@ class _ChunkSums:
         tail = np.maximum(floor, overlap)
         tail[:, [0, -1]] += int(time.tied)
         return _ChunkSums(time, busy, forward, backward, tail)
+
+    def rows(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> _ChunkSums:
+        """The sums of some of the splits."""
+        return _ChunkSums(self.time, self.busy[chosen], self.forward[chosen], self.backward[chosen], self.tail[chosen])
 
     def value(self, extra: Ints, drained: Ints | int = 0) -> Ints:
         """(T1)-(T5) of each split, with `extra` busy time per stage and `drained` more in the first chunk's backward."""

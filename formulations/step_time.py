@@ -177,9 +177,11 @@ def exposed_transfer_s(instance: Instance, degrees: Degrees, hops: tuple[float, 
 def exchange_time_s(profile: Profile, hop: Number, vpp: Number) -> Number:
     """(T2) What a stage waits for one exchange with a neighbour: the share of the transfer that shows, and the launches
     of sends and receives, which Megatron issues together and waits for (core/pipeline_parallel/p2p_communication.py)."""
-    share: Number = profile.p2p_exposed if np.all(vpp == 1) else profile.p2p_exposed_interleaved
+    share: Number
     if isinstance(vpp, np.ndarray):
         share = np.where(vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved)
+    else:
+        share = profile.p2p_exposed if vpp == 1 else profile.p2p_exposed_interleaved
     return share * hop + profile.host_launch_s * P2P_LAUNCHES
 
 
