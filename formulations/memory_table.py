@@ -72,16 +72,36 @@ class MemoryTable:
 
 
 @dataclass(frozen=True, slots=True)
+class _Split:
+    """What a split into stages takes: layers of each kind per stage, repeated stages, and what flies at the worst."""
+
+    counts: Floats
+    recomputes: Floats
+    kept: Floats
+    kept_mib: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What degrees take besides: bytes and MiB of states by unit, buffers, and the fixed MiB of a stage."""
+
+    states: Floats
+    states_mib: Floats
+    buffers: float
+    fixed_mib: float
+    working: float
+    working_mib: float
+    logits: float
+    scale: float
+    capacity: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Lines:
     """One plan's share of a table."""
 
-    states: Floats
-    kept: Floats
-    working: Floats
-    logits: Floats
-    buffers: float
-    mib: Floats
-    capacity: int
+    split: _Split
+    held: _Held
 
 
 class MemoryLines:
@@ -89,81 +109,63 @@ class MemoryLines:
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
-        self._known: dict[tuple[Any, ...], _Lines] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._in_flight: dict[tuple[Any, ...], tuple[Floats, Floats]] = {}
-        self._units: dict[tuple[Any, ...], tuple[Floats, float]] = {}
+        self._in_flight: dict[tuple[Any, ...], _Split] = {}
+        self._held: dict[tuple[Any, ...], _Held] = {}
         self._activations: dict[Sharding, tuple[Floats, float, float]] = {}
         self._splits: dict[tuple[Any, ...], tuple[Floats, Floats, Floats]] = {}
 
     def of(self, plan: Plan) -> _Lines:
         """The lines of a plan."""
         d = plan.degrees
-        shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
-        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
         sharding = sharding_of(d)
+        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
         split = (sharding, d.vpp, self._same(plan.stages), flying, plan.schedule)
-        key = (shard, d.zero, split)
-        if key not in self._known:
-            if split not in self._in_flight:
-                self._in_flight[split] = self._flying(plan, sharding)
-            self._known[key] = self._made(plan, sharding, self._in_flight[split])
-        return self._known[key]
+        if split not in self._in_flight:
+            self._in_flight[split] = self._flying(plan, sharding)
+        shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
+        held = (sharding, shard, d.zero, d.pp > 1)
+        if held not in self._held:
+            self._held[held] = self._of_degrees(d, sharding)
+        return _Lines(self._in_flight[split], self._held[held])
 
     def _same(self, stages: tuple[Stage, ...]) -> int:
         """A number for stages that are equal and one object: hashing hundreds of them costs more than the rest."""
         self._stages[id(stages)] = stages
         return id(stages)
 
-    def _states(self, degrees: Degrees) -> tuple[Floats, float]:
-        """Bytes of states of each unit, and of buffers."""
-        shard = (degrees.cp * degrees.dp_shard, degrees.expert_dp_shard) if degrees.zero else (1, 1)
-        key = (sharding_of(degrees), shard, degrees.zero, degrees.pp > 1)
-        if key not in self._units:
-            tables, instance = self.tables, self.tables.instance
-            kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
-            ends = (
-                end_params_on_device(instance, degrees.tp, head=False),
-                end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)),
-            )
-            units = [*kinds, *(KindParams(n, 0) for n in ends)]
-            states = np.array([state_bytes(instance, unit, degrees).total for unit in units])
-            buffers = transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(kinds, degrees)
-            self._units[key] = states, buffers
-        return self._units[key]
+    def _of_degrees(self, degrees: Degrees, sharding: Sharding) -> _Held:
+        tables, instance = self.tables, self.tables.instance
+        kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
+        ends = (
+            end_params_on_device(instance, degrees.tp, head=False),
+            end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)),
+        )
+        units = [*kinds, *(KindParams(n, 0) for n in ends)]
+        memory, scale = tables.memory(degrees), activation_scale(instance)
+        _, largest, logits = self._kept(sharding)
+        return _Held(
+            states=np.array([state_bytes(instance, unit, degrees).total for unit in units]),
+            states_mib=np.array([*memory.state, memory.embedding, memory.head], dtype=np.float64),
+            buffers=transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(kinds, degrees),
+            fixed_mib=float(memory.fixed),
+            working=largest / scale,
+            working_mib=float(memory.working),
+            logits=logits,
+            scale=scale,
+            capacity=float(instance.memory_limit_bytes),
+        )
 
-    def _flying(self, plan: Plan, sharding: Sharding) -> tuple[Floats, Floats]:
+    def _flying(self, plan: Plan, sharding: Sharding) -> _Split:
         """Bytes and MiB of what is kept for the micro-batches in flight, at the worst moment of each stage."""
         by_mode, _, _ = self._kept(sharding)
-        layers, _, _ = self._counts(plan)
+        layers, counts, recomputes = self._counts(plan)
         vectors = _vectors(plan.degrees.pp, plan.degrees.vpp, plan.micro_batches, plan.schedule)
         weights = (layers * by_mode[None, :, None, :]).sum(axis=(1, 3))
         kept = (vectors * weights.T[:, None, :]).sum(axis=2).max(axis=1)
         rounded = np.ceil(vectors[:, :, :, None, None] * (by_mode / MIB))
         by_stage = layers.transpose(2, 0, 1, 3)[:, None]
-        return kept, (rounded * by_stage).sum(axis=(2, 3, 4)).max(axis=1)
-
-    def _made(self, plan: Plan, sharding: Sharding, in_flight_bytes: tuple[Floats, Floats]) -> _Lines:
-        instance, d = self.tables.instance, plan.degrees
-        states, buffers = self._states(d)
-        _, largest, logits_bytes = self._kept(sharding)
-        _, counts, recomputes = self._counts(plan)
-        kept, kept_mib = in_flight_bytes
-        pp = d.pp
-        memory = self.tables.memory(d)
-        mib = counts @ np.array(memory.state, dtype=np.float64) + kept_mib + memory.fixed
-        mib += recomputes * memory.working
-        held = counts @ states[:-2]
-        held[0] += states[-2]
-        held[-1] += states[-1]
-        mib[0] += memory.embedding
-        mib[-1] += memory.head
-        logits = np.zeros(pp)
-        logits[-1] = logits_bytes
-        scale = activation_scale(instance)
-        return _Lines(
-            held, kept / scale, recomputes * (largest / scale), logits, buffers, mib, instance.memory_limit_bytes
-        )
+        return _Split(counts, recomputes, kept, (rounded * by_stage).sum(axis=(2, 3, 4)).max(axis=1))
 
     def _kept(self, sharding: Sharding) -> tuple[Floats, float, float]:
         """Bytes of each kind by recompute mode, the most that one needs while repeated, and the logits."""
@@ -182,7 +184,10 @@ class MemoryLines:
             model = self.tables.instance.model
             layers = _layers(plan, model.kind_indices, len(model.kinds))
             repeats = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
-            self._splits[key] = layers, layers.sum(axis=(0, 1)), repeats.astype(np.float64)
+            counts = np.zeros((plan.degrees.pp, len(model.kinds) + 2))
+            counts[:, :-2] = layers.sum(axis=(0, 1))
+            counts[0, -2] = counts[-1, -1] = 1
+            self._splits[key] = layers, counts, repeats.astype(np.float64)
         return self._splits[key]
 
 
@@ -214,25 +219,32 @@ def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:
 def memory_table(rows: Sequence[tuple[MemoryLines, Plan]]) -> MemoryTable:
     """The table of some plans, each with the lines of its instance."""
     found = [lines.of(plan) for lines, plan in rows]
-    most = max((len(lines.states) for lines in found), default=0)
+    stages = max((len(line.split.kept) for line in found), default=0)
+    units = max((len(line.held.states) for line in found), default=0)
+    counts = np.zeros((len(found), stages, units))
+    states, states_mib = np.zeros((2, len(found), units))
+    recomputes, kept, kept_mib, logits = np.zeros((4, len(found), stages))
+    held = np.zeros((len(found), stages), dtype=bool)
+    for row, line in enumerate(found):
+        split, own = line.split, line.held
+        pp, width = split.counts.shape
+        counts[row, :pp, :width] = split.counts
+        states[row, :width], states_mib[row, :width] = own.states, own.states_mib
+        recomputes[row, :pp], kept[row, :pp], kept_mib[row, :pp] = split.recomputes, split.kept, split.kept_mib
+        logits[row, pp - 1] = own.logits
+        held[row, :pp] = True
 
-    def by_stage(name: str) -> Floats:
-        out = np.zeros((len(found), most))
-        for row, lines in enumerate(found):
-            values = getattr(lines, name)
-            out[row, : len(values)] = values
-        return out
+    def column(name: str) -> Floats:
+        return np.array([getattr(line.held, name) for line in found], dtype=np.float64).reshape(-1, 1)
 
-    held = np.zeros((len(found), most), dtype=bool)
-    for row, lines in enumerate(found):
-        held[row, : len(lines.states)] = True
+    mib = np.einsum("rpu,ru->rp", counts, states_mib) + kept_mib + column("fixed_mib")
     return MemoryTable(
-        states=by_stage("states"),
-        kept=by_stage("kept"),
-        working=by_stage("working"),
-        logits=by_stage("logits"),
-        buffers=np.array([[lines.buffers] for lines in found]),
-        mib=by_stage("mib"),
-        capacity=np.array([[float(lines.capacity)] for lines in found]),
+        states=np.einsum("rpu,ru->rp", counts, states),
+        kept=kept / column("scale"),
+        working=recomputes * column("working"),
+        logits=logits,
+        buffers=column("buffers"),
+        mib=np.where(held, mib + recomputes * column("working_mib"), 0.0),
+        capacity=column("capacity"),
         held=held,
     )
