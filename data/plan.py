@@ -208,7 +208,7 @@ class Plan:
             f"placement.{axis}={self.placement.factors(axis)} multiplies to {prod(self.placement.factors(axis))}, "
             f"not {axis}={getattr(self.degrees, axis)}"
             for axis in PLACED
-            if prod(self.placement.factors(axis)) != getattr(self.degrees, axis)
+            if prod(getattr(self.placement, axis)) != getattr(self.degrees, axis)
         ]
         if not _is_count(self.micro_batches, 1):
             faults.append(f"plan.micro_batches={self.micro_batches!r} must be a whole number of at least 1")

@@ -89,11 +89,12 @@ class UnitTimes:
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
-        self._known: dict[tuple[Degrees, Placement], _Units] = {}
+        self._known: dict[tuple[Any, ...], _Units] = {}
 
     def of(self, degrees: Degrees, placement: Placement) -> _Units:
         """Terms, gradient sync, optimizer and gather of each unit."""
-        key = (degrees, placement)
+        d = degrees
+        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, placement)  # all but vpp
         if key not in self._known:
             self._known[key] = self._made(degrees, placement)
         return self._known[key]
