@@ -57,6 +57,7 @@ class SplitSearch:
         self.layers = len(self.kinds)
         self.whole = instance.limits.recompute == "full"
         self._kept_prefixes: dict[tuple[int, int, str], Ints] = {}
+        self._saved: dict[tuple[int, int], int] = {}
         wanted = instance.limits.recompute
         modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
         self.mode_sets: tuple[Modes, ...] = (
@@ -213,24 +214,29 @@ class SplitSearch:
         return extra, mode, block
 
     def _even_splits(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> tuple[Ints, _ChunkSums] | None:
-        """(P2) The cuts of every even split whose stages alone are within `limit`, and their sums."""
+        """(P2) The cuts of every even split that is within `limit` without recompute, and their sums."""
         p, v = candidate.degrees.pp, candidate.degrees.vpp
         cuts = even_cuts(self.layers, p, v, self._most_layers(time, limit))
         busy = self.prefix(time.busy)
         cuts = cuts[
             (busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit
         ]
-        return (cuts, _ChunkSums.of(self.prefix, time, cuts, p, v)) if len(cuts) else None
+        if not len(cuts):
+            return None
+        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
+        within = sums.value(0) <= limit
+        return (cuts[within], sums.rows(within)) if within.any() else None
 
     def _interleaved(
         self, candidate: Candidate, memory: MemoryCoefficients, limit: int, modes: Modes, cuts: Ints, sums: _ChunkSums
     ) -> list[Split]:
         """(P2) under one set of recompute modes."""
         p, v, time = candidate.degrees.pp, candidate.degrees.vpp, sums.time
-        chosen = sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit
-        if not chosen.any():
-            return []
-        cuts, sums = cuts[chosen], sums.rows(chosen)
+        if modes in (("selective",), ("full",)):
+            chosen = sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit
+            if not chosen.any():
+                return []
+            cuts, sums = cuts[chosen], sums.rows(chosen)
         if modes == ("full",) and self.instance.rules.uniform_recompute:
             cuts, blocks, value = self._interleaved_block(candidate, memory, sums, cuts, limit)
             mode, block = np.full((len(cuts), p), 2), np.repeat(blocks[:, None], p, axis=1)
@@ -249,8 +255,6 @@ class SplitSearch:
 
     def _least_extra(self, time: TimeCoefficients, cuts: Ints, p: int, v: int, modes: Modes) -> Ints:
         """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
-        if "none" in modes or len(modes) > 1:
-            return np.zeros((len(cuts), p), np.int64)
         again = self.prefix(time.busy_selective if modes == ("selective",) else time.busy_full)
         start, end = cuts[:, :-1], cuts[:, 1:]
         until = end if modes == ("selective",) or self.whole else np.minimum(start + 1, end)
@@ -275,6 +279,17 @@ class SplitSearch:
             total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
         return total
 
+    def _most_saved(self, candidate: Candidate, memory: MemoryCoefficients, stage: int) -> int:
+        """MiB that full recompute of one more layer of every chunk of the stage frees at most, after the warm-up."""
+        d, saved = candidate.degrees, 0
+        for count in in_flight_after_warm_up(d.pp, d.vpp, candidate.micro_batches, stage):
+            key = (id(memory), count)
+            if key not in self._saved:
+                freed = np.diff(self._kept(memory, count, "none") - self._kept(memory, count, "full"))
+                self._saved[key] = max(int(freed.max()), 0)
+            saved += self._saved[key]
+        return saved
+
     def _interleaved_block(
         self, candidate: Candidate, memory: MemoryCoefficients, sums: _ChunkSums, cuts: Ints, limit: int
     ) -> tuple[Ints, Ints, Ints]:
@@ -294,13 +309,17 @@ class SplitSearch:
             spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
             spare = spare - np.where((end > start).any(axis=1), memory.working, 0)
             largest = np.diff(cuts).max(axis=1)
+            saved = self._most_saved(candidate, memory, k)
             while True:
                 middle = np.minimum(start + blocks[:, None], end)
-                over = self._kept_by(candidate, memory, k, start, middle, end, "full") > spare
+                missing = self._kept_by(candidate, memory, k, start, middle, end, "full") - spare
+                over = missing > 0
                 grow = over & (blocks < largest)
                 if not grow.any():
                     break
-                blocks = np.where(grow, blocks + 1, blocks)
+                # one more layer of every chunk frees at most `saved`, so no smaller block than this can fit
+                step = -(-missing // saved) if saved > 0 else largest
+                blocks = np.where(grow, np.minimum(blocks + step, largest), blocks)
             until = np.minimum(cuts[:, :-1] + blocks[:, None], cuts[:, 1:])
             extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
             drained = (drain[until] - drain[cuts[:, :-1]])[:, :p]
@@ -394,7 +413,7 @@ class _ChunkSums:
         """The sums of some of the splits."""
         return _ChunkSums(self.time, self.busy[chosen], self.forward[chosen], self.backward[chosen], self.tail[chosen])
 
-    def value(self, extra: Ints, drained: Ints | int = 0) -> Ints:
+    def value(self, extra: Ints | int, drained: Ints | int = 0) -> Ints:
         """(T1)-(T5) of each split, with `extra` busy time per stage and `drained` more in the first chunk's backward."""
         hops = np.asarray(self.time.hops, dtype=np.int64)
         ends = self.busy + extra

@@ -7,6 +7,7 @@ functions with the formulations, but none of their constraints.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -247,23 +248,15 @@ def _energy(instance: Instance, devices: int, parts: TimeParts) -> Energy | None
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a plan is in the universe, and its integer objective."""
-
-    admitted: bool
-    objective_units: int
-
-
-def judge(instance: Instance, plan: Plan, unit_s: float) -> Verdict:
-    """The part of `evaluate` that decides between plans, without the breakdown."""
+def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
+    """The part of `evaluate` that decides between plans: the integer objective, or None if it is not admitted."""
     tables = cost_tables(instance)
     admitted = (
         all(_stage_mib(tables, plan, k) <= tables.capacity_mib for k in range(plan.degrees.pp))
         and not limit_faults(instance, plan)
         and not broken_rules(instance, plan)
     )
-    return Verdict(admitted, _objective_units(instance, plan, tables, unit_s))
+    return _objective_units(instance, plan, tables, unit_s) if admitted else None
 
 
 def _objective_units(instance: Instance, plan: Plan, tables: CostTables, unit_s: float) -> int:
@@ -511,10 +504,10 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
 def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     """(F2) The same in whole MiB, each line of each layer rounded up, as the verdict takes it."""
     d, memory = plan.degrees, tables.memory(plan.degrees)
-    kept = _kept_layers(tables, plan, stage)
-    total = memory.fixed + sum(memory.state[kind] for kind, _, _ in kept)
+    kept = Counter(_kept_layers(tables, plan, stage))
+    total = memory.fixed + sum(count * memory.state[kind] for (kind, _, _), count in kept.items())
     total += max(
-        sum(memory.kept(kind, vector[row], mode) for kind, row, mode in kept)
+        sum(count * memory.kept(kind, vector[row], mode) for (kind, row, mode), count in kept.items())
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
     if any(mode == "full" for _, _, mode in kept):

@@ -22,7 +22,7 @@ from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, e
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp.variables import Option
 from shardwise.formulations.splits import SplitSearch, plans_to_try
-from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate, judge
+from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, evaluate
 from shardwise.solver.result import Progress
 
 if TYPE_CHECKING:
@@ -214,17 +214,17 @@ class Search:
 
     def offer(self, plan: Plan, candidate: Candidate) -> int | None:
         """The units of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
-        verdict = judge(self.instance, plan, self.unit_s)
-        if not verdict.admitted:
+        units = admitted_units(self.instance, plan, self.unit_s)
+        if units is None:
             return None
-        key = (verdict.objective_units, candidate.tie_key)
+        key = (units, candidate.tie_key)
         known = self.seen.get(candidate.tie_key)
-        if known is None or verdict.objective_units < known[0]:
-            self.seen[candidate.tie_key] = verdict.objective_units, plan
+        if known is None or units < known[0]:
+            self.seen[candidate.tie_key] = units, plan
         if self.incumbent is None or key < self.incumbent.key:
             evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
-            self.incumbent = Incumbent(plan, evaluation, candidate, verdict.objective_units)
-        return verdict.objective_units
+            self.incumbent = Incumbent(plan, evaluation, candidate, units)
+        return units
 
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
         """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
@@ -271,8 +271,7 @@ class Search:
             plan
             for split in splits
             for plan in plans_to_try(self.instance, candidate, split)
-            if (verdict := judge(self.instance, plan, self.unit_s)).admitted
-            and verdict.objective_units == incumbent.units
+            if admitted_units(self.instance, plan, self.unit_s) == incumbent.units
         ]
         first = min(equal, key=settled_key)
         self.incumbent = replace(incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s))
