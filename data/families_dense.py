@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.data.family_build import Build, Kinds, head_sizes, mtp_depth, windows
 from shardwise.data.model import MAX_LAYERS
 from shardwise.data.model_parts import (
     Norm,
@@ -17,14 +18,6 @@ from shardwise.data.model_parts import (
 if TYPE_CHECKING:
     from shardwise.data.config_fields import Fields
     from shardwise.data.model import LayerKind, Tensor
-
-
-from shardwise.data.family_build import (
-    Build,
-    Kinds,
-    head_sizes,
-    windows,
-)
 
 
 def llama_like(
@@ -69,7 +62,7 @@ def llama_like(
 
     c.check()
     made = tuple(kinds(window, lambda window=window: make(window)) for window in every)  # type: ignore[misc]
-    depth = c.integer("num_nextn_predict_layers", default=0, least=0, most=64) if mtp else 0
+    depth = mtp_depth(c) if mtp else 0
     return Build(
         hidden,
         made,

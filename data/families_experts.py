@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.data.family_build import Build, Kinds, head_sizes, marked_layers, mtp_depth, windows
 from shardwise.data.model import Latent, LayerKind, Tensor
 from shardwise.data.model_parts import (
     FfnPart,
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.data.config_fields import Fields
-
-
-from shardwise.data.family_build import (
-    Build,
-    Kinds,
-    head_sizes,
-    marked_layers,
-    windows,
-)
 
 
 def experts_of(
@@ -137,7 +129,7 @@ def moe_transformer(
         kinds((window, routed), lambda window=window, routed=routed: make(window, routed))  # type: ignore[misc]
         for window, routed in zip(every, sparse, strict=True)
     )
-    depth = c.integer("num_nextn_predict_layers", "num_mtp_modules", default=0, least=0, most=64)
+    depth = mtp_depth(c, "num_mtp_modules")
     return Build(
         hidden,
         made,
@@ -310,7 +302,7 @@ def deepseek(c: Fields, *, router_bias: bool = True) -> Build:
         kinds((r, i), lambda r=r, i=i: make(r, i))  # type: ignore[misc]
         for r, i in zip(sparse, (bool(index_heads) and kind == "full" for kind in types), strict=True)
     )
-    depth = c.integer("num_nextn_predict_layers", default=0, least=0, most=64)
+    depth = mtp_depth(c)
     return Build(
         hidden,
         made,
@@ -362,6 +354,6 @@ def deepseek_v4(c: Fields) -> Build:
         return layer(hidden, MixerPart(base.part, low_rank), experts)
 
     made = tuple(kinds(r == 4, lambda r=r: make(r == 4)) for r in ratios[:layers])  # type: ignore[misc]
-    depth = c.integer("num_nextn_predict_layers", default=0, least=0, most=64)
+    depth = mtp_depth(c)
     tied = c.flag("tie_word_embeddings", default=False)
     return Build(hidden, made, tied=tied, mtp_depth=depth, mtp_layers=(made[-1],) if depth else ())

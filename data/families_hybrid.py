@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.data.families_experts import experts_of, latent_of, sparse_layers
+from shardwise.data.family_build import Build, Kinds, head_sizes, letters, marked_layers, mtp_depth
 from shardwise.data.model import LayerKind, LinearAttention, Mamba
 from shardwise.data.model_parts import (
     FfnPart,
@@ -23,16 +25,6 @@ from shardwise.data.model_parts import (
 
 if TYPE_CHECKING:
     from shardwise.data.config_fields import Fields
-
-
-from shardwise.data.families_experts import experts_of, latent_of, sparse_layers
-from shardwise.data.family_build import (
-    Build,
-    Kinds,
-    head_sizes,
-    letters,
-    marked_layers,
-)
 
 
 def qwen3_next(c: Fields) -> Build:
@@ -187,7 +179,7 @@ def nemotron_h(c: Fields) -> Build:
         parts["-"] = (None, mlp(hidden, c.integer("intermediate_size"), gated=False))
     if "E" in pattern:
         parts["E"] = (None, experts_of(c, hidden, router_bias=True, gated=False))
-    depth = c.integer("num_nextn_predict_layers", default=0, least=0, most=64)
+    depth = mtp_depth(c)
     c.check()
     made = {letter: layer(hidden, *part) for letter, part in parts.items() if letter in pattern}
     mtp = tuple(made[letter] for letter in "*E" if letter in made) if depth else ()

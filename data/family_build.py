@@ -31,6 +31,11 @@ class Build:
     mtp_layers: tuple[LayerKind, ...] = ()
 
 
+def mtp_depth(c: Fields, *other_names: str) -> int:
+    """Multi-token-prediction modules of a config, none where it does not say."""
+    return c.integer("num_nextn_predict_layers", *other_names, default=0, least=0, most=64)
+
+
 @dataclass(frozen=True)
 class Heads:
     """Sizes of softmax attention."""
