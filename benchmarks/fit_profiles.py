@@ -91,9 +91,8 @@ def chosen_names(rows: Timed, folds: Any, weights: Any, prior: Profile, name: st
 def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[str, float]:
     """Memory constants of one profile, where rows speak of them."""
     rows = [p for p in planned if p.plan is not None and p.run.profile == name]
-    readings = np.array([p.run.measured_memory_gb or np.nan for p in rows], dtype=np.float64) * GB
-    readings[["mem_unit" in p.run.flags for p in rows]] = np.nan
-    ran_out = np.array([p.run.out_of_memory and "fragmentation" not in p.run.flags for p in rows])
+    readings = np.array([p.run.scored_memory_gb or np.nan for p in rows], dtype=np.float64) * GB
+    ran_out = np.array([p.run.scored_out_of_memory for p in rows])
     kind = np.array([p.run.memory_kind for p in rows])
     table = memory_of(rows)
     refused = table.peaks(prior, np.full(len(rows), "device")) > table.capacity[:, 0]
@@ -119,7 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("data/profiles"))
     arguments = parser.parse_args()
     planned = planned_runs(read_runs(arguments.rows))
-    timed_planned = [p for p in planned if p.plan is not None and p.run.scored]
+    timed_planned = [p for p in planned if p.timed]
     timed = timed_rows(planned)
     shared_names = [name for name in TIME_WIDTHS if name not in ASSUMED]
     document = profile_document(BASE)

@@ -101,6 +101,16 @@ class Run:
         )
 
     @property
+    def scored_memory_gb(self) -> float | None:
+        """Its memory reading; None without one, or where its unit is in doubt."""
+        return None if "mem_unit" in self.flags else self.measured_memory_gb
+
+    @property
+    def scored_out_of_memory(self) -> bool:
+        """Whether it ran out of memory for its size, not for the fragmentation of one run."""
+        return self.out_of_memory and "oom_due_to_fragmentation" not in self.flags
+
+    @property
     def memory_kind(self) -> MemoryKind:
         """What the source's memory reading counts; the device's where it does not say."""
         notes = self.row.get("notes", "").lower()

@@ -62,7 +62,7 @@ def calibrate(runs: Sequence[Run], name: str, start: str) -> Calibration:
         When fewer than three rows have a step time and a layout that can be modelled.
     """
     planned = planned_runs(runs, start)
-    timed = [p for p in planned if p.plan is not None and p.run.scored]
+    timed = [p for p in planned if p.timed]
     if len(timed) < LEAST_ROWS:
         reasons = "; ".join(dict.fromkeys(p.reason for p in planned if p.reason))
         raise InputError(
@@ -96,9 +96,7 @@ def calibrate(runs: Sequence[Run], name: str, start: str) -> Calibration:
         memory_error=float(np.abs(np.expm1(read)).mean()) if len(read) else None,
         contradictions=contradictions(timed),
         outliers=_outliers(timed, fit),
-        not_used=tuple(
-            (p.run.id, p.reason or "its step time is flagged or missing") for p in planned if p not in timed
-        ),
+        not_used=tuple((p.run.id, p.reason or "its step time is flagged or missing") for p in planned if not p.timed),
     )
 
 
@@ -163,8 +161,8 @@ def _matters(name: str, prior: Profile, times: Any) -> bool:
 def _fit_memory(planned: Sequence[Planned], prior: Profile, bounds: Mapping[str, tuple[float, float]]) -> Fit | None:
     """(R2) where some row has a reading or ran out of memory."""
     rows = [p for p in planned if p.plan is not None]
-    readings = np.array([p.run.measured_memory_gb or np.nan for p in rows], dtype=np.float64) * GB
-    ran_out = np.array([p.run.out_of_memory for p in rows])
+    readings = np.array([p.run.scored_memory_gb or np.nan for p in rows], dtype=np.float64) * GB
+    ran_out = np.array([p.run.scored_out_of_memory for p in rows])
     if not rows or not (np.isfinite(readings).any() or ran_out.any()):
         return None
     kind = np.array([p.run.memory_kind for p in rows])

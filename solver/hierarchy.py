@@ -52,7 +52,7 @@ class Timed:
 
 def timed_rows(planned: Sequence[Planned]) -> Timed:
     """The table of the runs whose step time is scored."""
-    rows = [(p.units, p.plan, p.run) for p in planned if p.units and p.plan and p.run.scored]
+    rows = [(p.units, p.plan, p.run) for p in planned if p.units and p.plan and p.timed]
     return Timed(
         plan_table([(units, plan) for units, plan, _ in rows]),
         np.array([run.measured_step_time_s for _, _, run in rows], dtype=np.float64),
@@ -113,13 +113,4 @@ def leave_one_source_out(timed: Timed, progress: Callable[[str], None] | None = 
             predicted[chosen] = step_times_s(timed.rows(chosen).table, profile)
         if progress:
             progress(source)
-    return predicted
-
-
-def predicted_times_s(timed: Timed, profiles: Mapping[str, Profile]) -> Floats:
-    """Seconds of every row under the profile of its framework."""
-    predicted = np.zeros(len(timed.measured_s))
-    for name in dict.fromkeys(timed.profile.tolist()):
-        chosen = timed.profile == name
-        predicted[chosen] = step_times_s(timed.rows(chosen).table, profiles[name])
     return predicted

@@ -29,6 +29,11 @@ class Planned:
     plan: Plan | None = None
     reason: str = ""
 
+    @property
+    def timed(self) -> bool:
+        """Whether it has a plan and a step time that is a measurement of it."""
+        return self.plan is not None and self.run.scored
+
 
 def planned_runs(runs: Iterable[Run], profile: str | None = None) -> list[Planned]:
     """Every run with its plan, in order; runs of one instance share its tables.

@@ -248,9 +248,9 @@ def _time_errors(rows: Iterable[tuple[Planned, Prediction]]) -> Floats:
 
 def _memory_errors(rows: Iterable[tuple[Planned, Prediction]]) -> Floats:
     found = [
-        q.predicted_peak_mem_gb / p.run.measured_memory_gb - 1
+        q.predicted_peak_mem_gb / p.run.scored_memory_gb - 1
         for p, q in rows
-        if p.run.measured_memory_gb and q.predicted_peak_mem_gb is not None and "mem_unit" not in p.run.flags
+        if p.run.scored_memory_gb and q.predicted_peak_mem_gb is not None
     ]
     return np.array(found, dtype=np.float64)
 
@@ -260,7 +260,7 @@ def _verdicts(rows: Iterable[tuple[Planned, Prediction]]) -> dict[str, int]:
     tally = {"oom_caught": 0, "oom_missed": 0, "ran_refused": 0, "ran_admitted": 0}
     for p, q in rows:
         if p.run.out_of_memory:
-            if "oom_due_to_fragmentation" not in p.run.flags:
+            if p.run.scored_out_of_memory:
                 tally["oom_caught" if q.predicted_fits is False else "oom_missed"] += 1
         elif p.run.measured_step_time_s is not None or p.run.measured_memory_gb is not None:
             tally["ran_refused" if q.predicted_fits is False else "ran_admitted"] += 1
