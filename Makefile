@@ -10,7 +10,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch lint unit bench lock clean
+.PHONY: plan test test-torch lint unit fuzz bench lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -30,6 +30,10 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest -n auto --dist worksteal
+
+# The property tests with new examples each time; `make test` draws the same ones every time.
+fuzz: $(STAMP)
+	SHARDWISE_THOROUGH=1 $(BIN)/pytest -n auto --dist worksteal
 
 # Seconds, on this machine: printed, never asserted.
 bench: $(STAMP)

@@ -117,7 +117,7 @@ class Evaluation:
     @property
     def verdict(self) -> str:
         """ "fits", "tight" or "does not fit": where the capacity lies against the band of the prediction."""
-        return verdict_of(max(self.memory_mib) / self.capacity_mib, self.memory_band)
+        return verdict_of(max(self.memory_mib), self.capacity_mib, self.memory_band)
 
     @property
     def admitted(self) -> bool:
@@ -210,11 +210,11 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     )
 
 
-def verdict_of(load: float, band: float) -> str:
-    """ "fits", "tight" or "does not fit": whether 1 lies above, inside or below the band around `load`."""
-    if load * (1 + band) <= 1:
+def verdict_of(load: float, capacity: float, band: float) -> str:
+    """ "fits", "tight" or "does not fit": whether `capacity` lies above, inside or below the band around `load`."""
+    if load * (1 + band) <= capacity:
         return "fits"
-    return "tight" if load * (1 - band) <= 1 else "does not fit"
+    return "tight" if load * (1 - band) <= capacity else "does not fit"
 
 
 def kernel_risks(instance: Instance) -> list[str]:

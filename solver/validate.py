@@ -149,7 +149,7 @@ def predict(planned: Sequence[Planned]) -> list[Prediction]:
             bool(load <= 1),
             not faults,
             "; ".join(faults) or None,
-            verdict_of(float(load), constants.memory_band),
+            verdict_of(float(load), 1.0, constants.memory_band),
             p.run.profile,
             p.run.assumed,
         )

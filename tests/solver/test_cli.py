@@ -414,6 +414,16 @@ def test_export_tells_an_illegal_plan_from_a_broken_file(plan_file: Path, tmp_pa
     assert invoke("export", str(broken), "--to", "megatron-core")[0] == 2
 
 
+def test_a_device_without_usable_memory_holds_nothing(tmp_path: Path, plan_file: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    document["instance"]["profile"]["memory_quantile"] = 1e6
+    small = tmp_path / "plan.json"
+    small.write_text(json.dumps(document))
+    code, text = invoke("evaluate", "--plan", str(small))
+    assert code == 1
+    assert "does not fit" in text
+
+
 def test_markup_in_names_is_printed_as_it_is(tmp_path: Path, plan_file: Path) -> None:
     document = json.loads(plan_file.read_text())
     document["instance"]["model"]["name"] = "[/red]odd[bold]"

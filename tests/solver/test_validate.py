@@ -82,7 +82,7 @@ def test_tau_counts_pairs_that_are_apart() -> None:
 
 @pytest.mark.parametrize(("load", "verdict"), [(0.9, "fits"), (0.95, "tight"), (1.05, "tight"), (1.2, "does not fit")])
 def test_the_verdict_between_the_edges_of_the_band_is_tight(load: float, verdict: str) -> None:
-    assert verdict_of(load, 0.1) == verdict
+    assert verdict_of(load, 1.0, 0.1) == verdict
 
 
 def test_rows_of_anyone_are_predicted_or_refused() -> None:
