@@ -196,7 +196,9 @@ def _stages(plan: Plan, evaluation: Evaluation) -> Table:
 def _rows(table: Table, items: Iterable[tuple[str, float]], unit: float, total: float) -> Table:
     for name, value in items:
         if abs(value) > NOTHING * total:
-            table.add_row(name.replace("_", " "), f"{value / unit:.3f}", f"{100 * value / total:.1f} %" if total else "-")
+            table.add_row(
+                name.replace("_", " "), f"{value / unit:.3f}", f"{100 * value / total:.1f} %" if total else "-"
+            )
     return table
 
 
