@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shardwise.data.faults import InputError
+from shardwise.data.pipeline import SCHEDULES, Layout, Schedule, chunks_faults, layout
 
 PLAN_VERSION = 1
 MAX_FILE_BYTES = 64_000_000
 MAX_DEGREE = 2**20
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v"]
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
 AXES = ("tp", "pp", "dp")
 """The axes that the search spreads over the levels of the cluster; `cp` is placed between tp and dp where it is given."""
 
 PLACED = (*AXES, "cp")
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-BY_VPP: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +196,8 @@ class Plan:
             object.__setattr__(self, "schedule", self.degrees.schedule)
         elif self.schedule not in SCHEDULES:
             faults.append(f"plan.schedule={self.schedule!r} must be one of {', '.join(SCHEDULES)}")
-        elif (self.schedule == "1f1b") != (self.degrees.schedule == "1f1b") and self.schedule in BY_VPP:
-            faults.append(f"plan.schedule={self.schedule} does not go with vpp={self.degrees.vpp}")
+        else:
+            faults += [f"plan.{fault}" for fault in chunks_faults(self.schedule, self.degrees.vpp)]
         if len(self.stages) != self.degrees.pp:
             faults.append(f"plan.stages: {len(self.stages)} stages given, pp={self.degrees.pp}")
         if any(len(stage.chunks) != self.degrees.vpp for stage in self.stages):
@@ -216,9 +214,16 @@ class Plan:
             raise ValueError("; ".join(faults))
 
     @property
+    def layout(self) -> Layout:
+        """Where the chunks lie."""
+        return layout(self.schedule, self.degrees.pp, self.degrees.vpp)
+
+    @property
     def chunk_layers(self) -> tuple[int, ...]:
-        """Layers of every chunk in network order: chunk `v * pp + k` is the `v`-th of stage `k`."""
-        return tuple(stage.chunks[row] for row in range(self.degrees.vpp) for stage in self.stages)
+        """Layers of every chunk in network order."""
+        where = self.layout.stage[: self.degrees.virtual_stages]
+        rows = [where[:chunk].count(stage) for chunk, stage in enumerate(where)]
+        return tuple(self.stages[stage].chunks[row] for stage, row in zip(where, rows, strict=True))
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -230,7 +235,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: plain lists, numbers and strings."""
-        cuts, pp = self.cuts, self.degrees.pp
+        cuts = self.cuts
         document: dict[str, Any] = {
             "version": PLAN_VERSION,
             "kind": "training",
@@ -241,7 +246,8 @@ class Plan:
                 {
                     "layers": stage.layers,
                     "chunks": [
-                        {"first_layer": cuts[row * pp + k], "layers": layers} for row, layers in enumerate(stage.chunks)
+                        {"first_layer": cuts[slot], "layers": layers}
+                        for slot, layers in zip(self.layout.slots_of(k), stage.chunks, strict=False)
                     ],
                     "recompute": stage.recompute,
                     "recompute_layers": stage.recompute_layers,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Model, Moe
+from shardwise.data.pipeline import micro_batch_faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What one framework and version accepts."""
+    """What one framework and version accepts.
+
+    `schedules` are searched; `evaluated_schedules` are accepted beside them.
+    """
 
     name: str
     version: str
@@ -35,6 +39,7 @@ class Rules:
     experts_need_sequence_parallel: bool
     max_vpp: int = 16
     max_micro_batch: int = 32
+    evaluated_schedules: tuple[str, ...] = ()
 
 
 MEGATRON_CORE = Rules(
@@ -51,13 +56,14 @@ MEGATRON_CORE = Rules(
 FREE = Rules(
     name="free",
     version="1",
-    schedules=("1f1b", "interleaved-1f1b"),
+    schedules=("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"),
     zero_stages=(0, 1),
     rank_orders=("tp-dp-pp",),
     uniform_recompute=False,
     linear_ranks=False,
     interleave_group_is_pp=True,
     experts_need_sequence_parallel=False,
+    evaluated_schedules=("dualpipe",),
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
 
@@ -236,10 +242,13 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
             f"micro_batches={plan.micro_batches} x micro_batch={d.micro_batch} x dp={d.dp} is not "
             f"global_batch={global_batch}"
         )
-    faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
+    if plan.schedule == "interleaved-1f1b":
+        faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
+    faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
     faults += group_faults(model, d, seq_len)
-    if plan.schedule not in rules.schedules:
-        faults.append(f"schedule={plan.schedule} is not one of {', '.join(rules.schedules)}")
+    accepted = rules.schedules + rules.evaluated_schedules
+    if plan.schedule not in accepted:
+        faults.append(f"schedule={plan.schedule} is not one of {', '.join(accepted)}")
     if d.zero not in rules.zero_stages:
         faults.append(f"zero={d.zero} is not one of {rules.zero_stages}")
     faults += stage_faults(rules, model, plan)

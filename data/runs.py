@@ -184,6 +184,9 @@ def _modelled(run: Run) -> Run:
         row.get("interconnect", ""),
         _number(row, "gpu_mem_gb"),
     )
+    schedule = _schedule(row, degrees)
+    if schedule == "zb-v":
+        degrees = replace(degrees, vpp=2)
     recompute, share = recompute_of(row.get("recompute", ""))
     if recompute == "unknown":
         assumed.append("recompute is not stated: none assumed")
@@ -194,7 +197,7 @@ def _modelled(run: Run) -> Run:
         cluster=cluster,
         workload=workload,
         degrees=degrees,
-        schedule=_schedule(row, degrees),
+        schedule=schedule,
         recompute=recompute,
         recompute_share=share,
         assumed=(*guessed, *assumed),

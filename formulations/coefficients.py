@@ -1,9 +1,9 @@
 """What one candidate's step time and memory are linear in: seconds (or units) and MiB per layer of each kind.
 
-(F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the busy time of all micro-batches, the
-     passes of one micro-batch, their additions under recompute, and the two tails of (T4). `in_units` rounds each to
-     the nearest multiple of the instance's time unit; nothing is rounded after that, so a step of n rounded terms is
-     within n / 2 units of the same step in seconds.
+(F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the passes of one micro-batch, the part of
+     the backward pass that is weight gradients, what recompute adds, and the two tails of (T4). `in_units` rounds each
+     to the nearest multiple of the instance's time unit; nothing is rounded after that, so a step that is the sum of n
+     rounded terms is within n / 2 units of the same step in seconds.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
 """
 
@@ -14,13 +14,16 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
     ShardTerms,
     shard_terms,
 )
-from shardwise.formulations.layer_time import LayerTime, exposed, layer_time
+from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, weight_gradient_s
 from shardwise.formulations.memory import (
     MIB,
     ActivationBytes,
@@ -37,10 +40,12 @@ from shardwise.formulations.memory import (
 )
 from shardwise.formulations.step_time import (
     SyncRates,
-    exposed_transfer_s,
+    exchange_time_s,
     gathers_each_pass,
     group_of,
     hop_times_s,
+    lag_time_s,
+    pair_rate_s,
     spans_of,
     split_spans,
     straggling,
@@ -53,44 +58,33 @@ if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
 
-Numbers = tuple[float, ...]
+Numbers = Any
+"""One number per unit or link; with a row for each plan behind them, an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeCoefficients:
-    """(F1) Per-kind tuples follow `Model.kinds`; `ends` entries belong to the embedding and the head.
+    """(F1) Per-kind tuples follow `Model.kinds`, with the embedding and the head behind them.
 
-    busy, busy_selective, busy_full
-        All micro-batches, forward and backward, and what recompute adds.
-    forward, backward, backward_selective, backward_full
-        One micro-batch's passes, for fill and drain.
+    forward, backward, weight
+        One micro-batch's passes without recompute; `weight` is part of `backward`.
+    selective, full
+        What recompute adds to the backward pass.
     tail_floor, tail_overlap
         (T4) exposed sync plus optimizer: at the floor, and less what one micro-batch hides.
-    embedding_*, head_*
-        The same for the embedding (first stage) and the head (last stage).
-    hops, transfers
-        Between stages j and j + 1; exposed transfers of stage k over all micro-batches.
+    sends, lags
+        (T2) per link: what both stages wait for, and what only the receiver does.
     """
 
-    busy: Numbers
-    busy_selective: Numbers
-    busy_full: Numbers
     forward: Numbers
     backward: Numbers
-    backward_selective: Numbers
-    backward_full: Numbers
+    weight: Numbers
+    selective: Numbers
+    full: Numbers
     tail_floor: Numbers
     tail_overlap: Numbers
-    embedding_busy: float
-    embedding_forward: float
-    embedding_backward: float
-    embedding_tail_floor: float
-    embedding_tail_overlap: float
-    head_busy: float
-    head_tail_floor: float
-    head_tail_overlap: float
-    hops: Numbers
-    transfers: Numbers
+    sends: Numbers
+    lags: Numbers
     tied: float
     overhead: float
 
@@ -130,10 +124,6 @@ class ShardTimes:
     kinds: tuple[LayerTime, ...]
     embedding: LayerTime
     head: LayerTime
-
-
-DRAIN_WEIGHT_GRADIENTS = {"zb-h1": 2.0, "zb-2p": 3.0, "zb-v": 3.0}
-"""(T6) Weight-gradient passes that fill the drain, per schedule."""
 
 
 class CostTables:
@@ -195,73 +185,58 @@ class CostTables:
             )
         return self._activations[sharding]
 
-    def time(
-        self, degrees: Degrees, placement: Placement, micro_batches: int, schedule: str = "1f1b"
-    ) -> TimeCoefficients:
+    def time(self, degrees: Degrees, placement: Placement, schedule: str = "") -> TimeCoefficients:
         """(F1) in seconds."""
-        instance, m = self.instance, micro_batches
-        sharding = sharding_of(degrees)
-        times = self.times(sharding, groups_of(instance, degrees, placement))
+        instance, schedule = self.instance, schedule or degrees.schedule
+        profile = instance.profile
+        sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
+        times, terms = self.times(sharding, groups), self.terms(sharding, groups)
         scale = straggling(instance, degrees.devices)
+        apart = tied_copy(instance, degrees.pp, schedule)
         embedding_params = end_params_on_device(instance, degrees.tp, head=False)
-        head_params = end_params_on_device(
-            instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)
-        )
-        units = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp)]
-        units += [KindParams(embedding_params, 0), KindParams(head_params, 0)]
-        dense, expert = self.group_rates(degrees, placement)
-        layers, tails = [], []
-        for index, (params, time) in enumerate(zip(units, (*times.kinds, times.embedding, times.head), strict=True)):
+        head_params = end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=apart)
+        params = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp)]
+        params += [KindParams(embedding_params, 0), KindParams(head_params, 0)]
+        dense, expert = self.group_rates(degrees, placement, schedule)
+        units, tails = [], []
+        for index, (size, time) in enumerate(zip(params, (*times.kinds, times.embedding, times.head), strict=True)):
             end = index >= len(times.kinds)
-            one = _scaled(self._sharded(degrees, placement, params, time, end=end), scale)
-            layers.append(one)
-            tails.append(self._tails(dense, expert, params, one))
-        *kinds, embedding, head = layers
-        *kind_tails, embedding_tail, head_tail = tails
-        weights = DRAIN_WEIGHT_GRADIENTS.get(schedule, 0.0) * scale * instance.profile.gemm / 2
-        terms = self.terms(sharding, groups_of(instance, degrees, placement))
-        *drained, embedding_drained = (
-            max(time.backward_s - weights * own.gemm_backward, -time.forward_s)
-            for time, own in zip((*kinds, embedding), (*terms.kinds, terms.embedding), strict=True)
-        )
+            units.append(_scaled(self._sharded(degrees, placement, size, time, end=end), scale))
+            tails.append(self._tails(dense, expert, size, units[-1]))
+        weights = [weight_gradient_s(own, profile) * scale for own in (*terms.kinds, terms.embedding, terms.head)]
         hops = hop_times_s(instance, degrees, placement)
+        tied = tied_sync_s(instance, degrees, placement, embedding_params) if apart else 0.0
         return TimeCoefficients(
-            busy=tuple(m * time.both_s for time in kinds),
-            busy_selective=tuple(m * time.selective_s for time in kinds),
-            busy_full=tuple(m * time.full_s for time in kinds),
-            forward=tuple(time.forward_s for time in kinds),
-            backward=tuple(drained),
-            backward_selective=tuple(time.selective_s for time in kinds),
-            backward_full=tuple(time.full_s for time in kinds),
-            tail_floor=tuple(tail[0] for tail in kind_tails),
-            tail_overlap=tuple(tail[1] for tail in kind_tails),
-            embedding_busy=m * embedding.both_s,
-            embedding_forward=embedding.forward_s,
-            embedding_backward=embedding_drained,
-            embedding_tail_floor=embedding_tail[0],
-            embedding_tail_overlap=embedding_tail[1],
-            head_busy=m * head.both_s,
-            head_tail_floor=head_tail[0],
-            head_tail_overlap=head_tail[1],
-            hops=hops,
-            transfers=tuple(m * exposed_transfer_s(instance, degrees, hops, k) for k in range(degrees.pp)),
-            tied=tied_sync_s(instance, degrees, placement, embedding_params) if instance.model.tied else 0.0,
-            overhead=instance.profile.step_overhead_s,
+            forward=tuple(time.forward_s for time in units),
+            backward=tuple(time.backward_s for time in units),
+            weight=tuple(min(own, time.backward_s) for own, time in zip(weights, units, strict=True)),
+            selective=tuple(time.selective_s for time in units),
+            full=tuple(time.full_s for time in units),
+            tail_floor=tuple(floor for floor, _ in tails),
+            tail_overlap=tuple(overlap for _, overlap in tails),
+            sends=tuple(exchange_time_s(profile, hop, degrees.vpp) for hop in hops),
+            lags=tuple(lag_time_s(profile, hop, degrees.vpp) for hop in hops),
+            tied=tied,
+            overhead=profile.step_overhead_s,
         )
 
-    def group_rates(self, degrees: Degrees, placement: Placement) -> tuple[SyncRates, SyncRates]:
-        """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones."""
+    def group_rates(self, degrees: Degrees, placement: Placement, schedule: str = "") -> tuple[SyncRates, SyncRates]:
+        """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones;
+        DualPipe also adds the gradients of its two copies."""
         each_pass = gathers_each_pass(degrees)
-        dense = self.sync_rates(
+        dense = expert = self.sync_rates(
             group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate, each_pass=each_pass
         )
-        if not sharding_of(degrees).spread:
-            return dense, dense
-        stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
-        _, same = split_spans(stage, degrees.ep * degrees.etp)
-        replicate = degrees.expert_dp // degrees.expert_dp_shard
-        members = tuple(count for count, _ in same)
-        return dense, self.sync_rates(members, degrees.zero, replicate, each_pass=each_pass)
+        if sharding_of(degrees).spread:
+            stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
+            _, same = split_spans(stage, degrees.ep * degrees.etp)
+            replicate = degrees.expert_dp // degrees.expert_dp_shard
+            members = tuple(count for count, _ in same)
+            expert = self.sync_rates(members, degrees.zero, replicate, each_pass=each_pass)
+        if schedule == "dualpipe":
+            pair = pair_rate_s(self.instance, placement)
+            dense, expert = (replace(rate, communication_s=rate.communication_s + pair) for rate in (dense, expert))
+        return dense, expert
 
     def _sharded(
         self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime, *, end: bool
@@ -286,21 +261,22 @@ class CostTables:
         hidden = profile.dp_comm_overlap * time.both_s if sync else 0.0
         return profile.dp_comm_floor * sync + optimizer, sync - hidden + optimizer
 
-    def memory(self, degrees: Degrees) -> MemoryCoefficients:
+    def memory(self, degrees: Degrees, schedule: str = "") -> MemoryCoefficients:
         """(F2) of a candidate; the placement does not matter."""
         sharding = sharding_of(degrees)
         shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
-        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1)
+        apart = tied_copy(self.instance, degrees.pp, schedule)
+        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart)
         if key not in self._memory:
-            self._memory[key] = self._memory_coefficients(degrees)
+            self._memory[key] = self._memory_coefficients(degrees, apart=apart)
         return self._memory[key]
 
-    def _memory_coefficients(self, degrees: Degrees) -> MemoryCoefficients:
+    def _memory_coefficients(self, degrees: Degrees, *, apart: bool) -> MemoryCoefficients:
         instance, tp = self.instance, degrees.tp
         sharding = sharding_of(degrees)
         activations = self.activations(sharding)
         embedding = end_params_on_device(instance, tp, head=False)
-        head = end_params_on_device(instance, tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp))
+        head = end_params_on_device(instance, tp, head=True, with_tied_copy=apart)
         kinds = self.kind_params(tp, degrees.ep, degrees.etp)
         return MemoryCoefficients(
             state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),
@@ -314,6 +290,14 @@ class CostTables:
             working=max(mib_up(kept.working) for kept in activations),
             capacity=self.capacity_mib,
         )
+
+    @cached_property
+    def kind_prefixes(self) -> npt.NDArray[np.int64]:
+        """How many of the first 0, 1, ... L layers are of each unit, shape (L + 1, kinds + 2)."""
+        kinds = self.instance.model.kind_indices
+        out = np.zeros((len(kinds) + 1, len(self.instance.model.kinds) + 2), dtype=np.int64)
+        out[np.arange(1, len(kinds) + 1), list(kinds)] = 1
+        return out.cumsum(axis=0)
 
     @cached_property
     def capacity_mib(self) -> int:

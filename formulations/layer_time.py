@@ -73,6 +73,11 @@ def layer_time(terms: LayerTerms, profile: Profile, tp: Number, *, scale: Number
     return LayerTime(forward * scale, backward * scale, profile.core * terms.core_forward * repeat, forward * repeat)
 
 
+def weight_gradient_s(terms: LayerTerms, profile: Profile) -> Number:
+    """The half of the backward pass's matrix products that no other stage waits for."""
+    return profile.gemm * terms.gemm_backward / 2
+
+
 def time_by_cause(terms: LayerTerms, profile: Profile) -> dict[str, Number]:
     """(J1) of both passes, by what it is spent on; what (J3) adds to their sum is the host's."""
     return {

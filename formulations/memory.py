@@ -32,6 +32,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
+from shardwise.data.pipeline import FOLDED
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, padded_vocab
 
@@ -249,6 +250,7 @@ def gather_buffer_bytes(kinds: tuple[KindParams, ...], degrees: Degrees) -> floa
     return largest * (2.0 * WEIGHT_BYTES + GRADIENT_BYTES)
 
 
-def tied_copy(instance: Instance, pp: int) -> bool:
-    """Whether the last stage holds a second copy of tied embeddings (Megatron language_module.py)."""
-    return instance.model.tied and pp > 1
+def tied_copy(instance: Instance, pp: int, schedule: str = "1f1b") -> bool:
+    """Whether the last stage holds a second copy of tied embeddings (Megatron language_module.py); a folded pipeline
+    ends on the stage where it starts."""
+    return instance.model.tied and pp > 1 and schedule not in FOLDED

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import FOLDED
 from shardwise.formulations.coefficients import sharding_of
 from shardwise.formulations.memory import (
     MIB,
@@ -124,9 +125,9 @@ class MemoryLines:
         if split not in self._in_flight:
             self._in_flight[split] = self._flying(plan, sharding)
         shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
-        held = (sharding, shard, d.zero, d.pp > 1)
+        held = (sharding, shard, d.zero, d.pp > 1, plan.schedule in FOLDED)
         if held not in self._held:
-            self._held[held] = self._of_degrees(d, sharding)
+            self._held[held] = self._of_degrees(d, sharding, plan.schedule)
         return _Lines(self._in_flight[split], self._held[held])
 
     def _same(self, stages: tuple[Stage, ...]) -> int:
@@ -134,15 +135,17 @@ class MemoryLines:
         self._stages[id(stages)] = stages
         return id(stages)
 
-    def _of_degrees(self, degrees: Degrees, sharding: Sharding) -> _Held:
+    def _of_degrees(self, degrees: Degrees, sharding: Sharding, schedule: str) -> _Held:
         tables, instance = self.tables, self.tables.instance
         kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
         ends = (
             end_params_on_device(instance, degrees.tp, head=False),
-            end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp)),
+            end_params_on_device(
+                instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp, schedule)
+            ),
         )
         units = [*kinds, *(KindParams(n, 0) for n in ends)]
-        memory, scale = tables.memory(degrees), activation_scale(instance)
+        memory, scale = tables.memory(degrees, schedule), activation_scale(instance)
         _, largest, logits = self._kept(sharding)
         return _Held(
             states=np.array([state_bytes(instance, unit, degrees).total for unit in units]),
@@ -179,14 +182,16 @@ class MemoryLines:
 
     def _counts(self, plan: Plan) -> tuple[Floats, Floats, Floats]:
         """`_layers`, the layers of each kind on each stage, and whether a stage repeats any in full."""
-        key = (plan.degrees.vpp, self._same(plan.stages))
+        key = (plan.degrees.vpp, self._same(plan.stages), plan.schedule in FOLDED)
         if key not in self._splits:
             model = self.tables.instance.model
             layers = _layers(plan, model.kind_indices, len(model.kinds))
             repeats = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
             counts = np.zeros((plan.degrees.pp, len(model.kinds) + 2))
             counts[:, :-2] = layers.sum(axis=(0, 1))
-            counts[0, -2] = counts[-1, -1] = 1
+            for stage in range(plan.degrees.pp):
+                chunks = plan.layout.chunks_of(stage)
+                counts[stage, -2:] = 0 in chunks, plan.degrees.virtual_stages - 1 in chunks
             self._splits[key] = layers, counts, repeats.astype(np.float64)
         return self._splits[key]
 
@@ -200,19 +205,16 @@ def _vectors(pp: int, vpp: int, micro_batches: int, schedule: str) -> Floats:
 
 
 def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:
-    """Layers of each kind, shape (vpp, modes, pp, kinds), by chunk row, recompute mode and stage."""
-    pp, vpp = plan.degrees.pp, plan.degrees.vpp
-    out = np.zeros((vpp, len(MODES), pp, units))
-    position = 0
-    for chunk, layers in enumerate(plan.chunk_layers):
-        row, k = divmod(chunk, pp)
-        setting = plan.stages[k]
-        chosen = np.array(kinds[position : position + layers], dtype=np.int64)
+    """Layers of each kind, shape (slots a stage, modes, pp, kinds), by row, recompute mode and stage."""
+    pp, cuts = plan.degrees.pp, plan.cuts
+    out = np.zeros((len(plan.layout.stage) // pp, len(MODES), pp, units))
+    for k, setting in enumerate(plan.stages):
         repeated = setting.recompute_layers if setting.recompute == "full" else 0
-        out[row, MODES.index("full"), k] += np.bincount(chosen[:repeated], minlength=units)
         mode = "selective" if setting.recompute == "selective" else "none"
-        out[row, MODES.index(mode), k] += np.bincount(chosen[repeated:], minlength=units)
-        position += layers
+        for row, chunk in enumerate(plan.layout.chunks_of(k)):
+            chosen = np.array(kinds[cuts[chunk] : cuts[chunk + 1]], dtype=np.int64)
+            out[row, MODES.index("full"), k] += np.bincount(chosen[:repeated], minlength=units)
+            out[row, MODES.index(mode), k] += np.bincount(chosen[repeated:], minlength=units)
     return out
 
 
@@ -231,7 +233,7 @@ def memory_table(rows: Sequence[tuple[MemoryLines, Plan]]) -> MemoryTable:
         counts[row, :pp, :width] = split.counts
         states[row, :width], states_mib[row, :width] = own.states, own.states_mib
         recomputes[row, :pp], kept[row, :pp], kept_mib[row, :pp] = split.recomputes, split.kept, split.kept_mib
-        logits[row, pp - 1] = own.logits
+        logits[row, :pp] = own.logits * (split.counts[:, -1] > 0)
         held[row, :pp] = True
 
     def column(name: str) -> Floats:

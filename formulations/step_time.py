@@ -1,24 +1,27 @@
-"""Step time as the longest of the simple paths through the schedule.
+"""What a pass, a transfer and the end of a step take: the numbers that the timeline of the schedule is made of.
 
-Stage k of p runs its passes in a fixed order, so any path through the graph of passes is a valid lower bound on the
-step, and the longest of a family of paths is the step time that is minimised. The family used here, with `F_j`, `B_j`
-the passes of the first chunk of stage j for one micro-batch (embedding included for j = 0), `hop_j` the transfer
-between stages j and j + 1, and `W_k` the time that stage k works on all chunks of all m micro-batches:
+With `F`, `B` the forward and backward pass of one layer for one micro-batch (layer_time, J1-J5), `hop_j` the transfer
+between stages j and j + 1 (hop_p-1: from the last stage back to the first), and m micro-batches:
 
-(T1) stage k starts after the fill and is then busy:  A_k = sum_{j<k} (F_j + hop_j) + W_k
-(T2) W_k = m (sum of forward and backward over its layers, recompute included, + exposed transfers)
-(T3) its last backward is followed by the drain:      E_j = max(A_j, E_{j+1} + hop_j + B_j)
+(T1) a forward pass of a chunk holds its stage for the sum of F over its layers, embedding or head included, + x of the
+     link to the next chunk; a backward pass for the sum of B and of what is recomputed, + x of the link to the one
+     before. A schedule that splits the backward pass takes w = gemm / 2 of the matrix products of B out of it, no more
+     than B, and computes it apart.
+(T2) x_j = p2p_exposed hop_j + launches: sends and receives that the stage waits for. What is left of the transfer,
+     L_j = max(0, 1 - p2p_exposed) hop_j, delays the other stage only.
+(T3) end_k of stage k: the timeline of the schedule (timeline, E1-E3).
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
-     X_j = exposed (J5) of G_j beside F + B of one micro-batch on stage j, + optimizer
-(T5) T = overhead + max_j (E_j + X_j)
+     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer
+(T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
+     (Qi et al., arXiv 2401.10241, section 4), so that stages stay apart from step to step, and
+     T = overhead + max_k (end_k - start_k + X_k).
+(T6) every path through the schedule is a lower bound on T. Simple ones: stage k starts after the fill and is then busy,
+     T >= overhead + sum_{j<k} (F_j + x_j + L_j) + W_k + X_k, W_k the sum of all its passes; with 1F1B, GPipe and
+     interleaving its last backward pass is followed by those of the stages before it.
+(T7) devices straggle: every pass is longer by `straggler` per doubling of the devices.
 
-For even stages and no communication (T1) is the textbook (m + (p - 1) / v) (F + B) of (interleaved) 1F1B (Narayanan et
-al., arXiv 2104.04473, section 2.2). A simulator may add longer paths of the same linear form later.
-
-(T6) A schedule that splits the backward pass fills the drain with weight gradients, w of one micro-batch each: ZB-H1
-     leaves F + B - 2 w of a stage's fill and drain, ZB-2p and ZB-V, with W = F = B - W, nothing (Qi et al., arXiv
-     2401.10241, table 2; arXiv 2405.15362). The drain passes B_j are shortened by 2 w, or 3 w, to no less than -F_j.
-(T7) Devices straggle: every pass is longer by `straggler` per doubling of the devices.
+For even stages and no communication (T5) is the textbook (m + (p - 1) / v) (F + B) of (interleaved) 1F1B (Narayanan et
+al., arXiv 2104.04473, section 2.2); for uneven ones it is not.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
 from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
+from shardwise.formulations.layer_time import larger
 from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES, KindParams
 
 if TYPE_CHECKING:
@@ -155,9 +159,10 @@ def straggling(instance: Instance, devices: float) -> float:
 
 
 def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> tuple[float, ...]:
-    """Transfer time between stages j and j + 1, for j = 0 .. p - 2."""
+    """(T1) Transfer time of each link: between stages j and j + 1 for j = 0 .. p - 2, and from the last to the first."""
     by_level = [hop_time_s(instance, degrees, link) for link in instance.levels]
-    return tuple(by_level[placement.crossing_level(j)] for j in range(degrees.pp - 1))
+    crossed = [placement.crossing_level(j) for j in range(degrees.pp - 1)]
+    return (*(by_level[level] for level in crossed), by_level[max(crossed, default=0)])
 
 
 def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
@@ -167,28 +172,40 @@ def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
     return p2p_time_s(instance.accelerator, size / degrees.tp, link)
 
 
-def exposed_transfer_s(instance: Instance, degrees: Degrees, hops: tuple[float, ...], stage: int) -> float:
-    """(T2) Transfer time per micro-batch that stage `stage` waits for: one exchange with each neighbour and chunk."""
-    beside = hops[max(stage - 1, 0) : stage + 1]
-    waits: float = sum(exchange_time_s(instance.profile, hop, degrees.vpp) for hop in beside)
-    return degrees.vpp * waits
-
-
 def exchange_time_s(profile: Profile, hop: Number, vpp: Number) -> Number:
-    """(T2) What a stage waits for one exchange with a neighbour: the share of the transfer that shows, and the launches
-    of sends and receives, which Megatron issues together and waits for (core/pipeline_parallel/p2p_communication.py)."""
-    share: Number
+    """(T2) x: the share of the transfer that shows, and the launches of sends and receives, which Megatron issues
+    together and waits for (core/pipeline_parallel/p2p_communication.py)."""
+    return _exposed_share(profile, vpp) * hop + profile.host_launch_s * P2P_LAUNCHES
+
+
+def lag_time_s(profile: Profile, hop: Number, vpp: Number) -> Number:
+    """(T2) L."""
+    return larger(1 - _exposed_share(profile, vpp), 0.0) * hop
+
+
+def _exposed_share(profile: Profile, vpp: Number) -> Number:
     if isinstance(vpp, np.ndarray):
-        share = np.where(vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved)
-    else:
-        share = profile.p2p_exposed if vpp == 1 else profile.p2p_exposed_interleaved
-    return share * hop + profile.host_launch_s * P2P_LAUNCHES
+        return np.where(vpp == 1, profile.p2p_exposed, profile.p2p_exposed_interleaved)
+    return profile.p2p_exposed if vpp == 1 else profile.p2p_exposed_interleaved
 
 
 def tied_sync_s(instance: Instance, degrees: Degrees, placement: Placement, embedding_params: int) -> float:
     """All-reduce of tied embedding gradients between the first and the last stage."""
-    if degrees.pp == 1:
-        return 0.0
-    outermost = max(level for level, factor in enumerate(placement.pp) if factor > 1)
-    spans = tuple((2 if level == outermost else 1, link) for level, link in enumerate(instance.levels))
-    return collective_time_s(instance.accelerator, "all_reduce", GRADIENT_BYTES * embedding_params, spans)
+    return collective_time_s(
+        instance.accelerator, "all_reduce", GRADIENT_BYTES * embedding_params, _pair_spans(instance, placement)
+    )
+
+
+def pair_rate_s(instance: Instance, placement: Placement) -> float:
+    """Seconds per parameter of the all-reduce between the two copies of the network that DualPipe holds."""
+    profile = instance.profile
+    spans = _pair_spans(instance, placement)
+    return profile.reduce_bytes * bandwidth_time_per_byte(
+        instance.accelerator, "all_reduce", spans, profile.bucket_bytes
+    )
+
+
+def _pair_spans(instance: Instance, placement: Placement) -> Spans:
+    """Two stages as far apart as any."""
+    outermost = max((level for level, factor in enumerate(placement.pp) if factor > 1), default=0)
+    return tuple((2 if level == outermost else 1, link) for level, link in enumerate(instance.levels))

@@ -4,60 +4,74 @@ One row a plan; U units are the layer kinds, the embedding and the head, in this
 software profile is left out of the rows, so that a table built once can be timed under many profiles: that is what a
 fit does thousands of times.
 
-(V1) unit times by (J1)-(J5), stage times by (T1)-(T7), element by element; padded units and stages count zero layers.
+(V1) unit times by (J1)-(J5) and (T1), element by element; plans of one shape go through the timeline of their schedule
+     (T3) together. Padded units count zero layers.
+(V2) the longest path of a row is linear in the unit times, and stays a lower bound when they change: a fit moves along
+     it, and finds it anew where it ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.formulations.coefficients import DRAIN_WEIGHT_GRADIENTS, groups_of, sharding_of
+from shardwise.data.pipeline import FOLDED, layout
+from shardwise.formulations.coefficients import TimeCoefficients, groups_of, sharding_of
 from shardwise.formulations.layer_costs import TERMS, LayerTerms
-from shardwise.formulations.layer_time import exposed, larger, layer_time
+from shardwise.formulations.layer_time import exposed, layer_time, weight_gradient_s
 from shardwise.formulations.memory import KindParams, end_params_on_device, tied_copy
-from shardwise.formulations.step_time import exchange_time_s, hop_times_s, tied_sync_s, unit_times_s
+from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, links_of, pass_times, shape_of
+from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from shardwise.formulations.step_time import exchange_time_s, hop_times_s, lag_time_s, tied_sync_s, unit_times_s
+from shardwise.formulations.timeline import longest_paths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardwise.data.pipeline import Layout
     from shardwise.data.plan import Degrees, Placement, Plan
     from shardwise.formulations.coefficients import CostTables
+    from shardwise.formulations.timeline import Shape
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Profile = Any
 """A `data.profile.Profile`, or anything with its constants as numbers or as arrays of one per row, shape (R, 1)."""
 
 
 @dataclass(frozen=True, eq=False)
+class _SameShape:
+    """Rows of a table whose plans have one shape: their layers, shape (slots, U, rows)."""
+
+    shape: Shape
+    where: Layout
+    rows: Ints
+    counts: ChunkCounts
+
+
+@dataclass(frozen=True, eq=False)
 class PlanTable:
-    """Shapes (R, U), (R, P), (R, P, U) or (R, 1); seconds without a profile."""
+    """Shapes (R, U), (R, links) or (R, 1); seconds without a profile. Shape and layers of each row follow in lists."""
 
     terms: LayerTerms
     sync: Floats
     optimizer: Floats
     gather_forward: Floats
     gather_backward: Floats
-    layers: Floats
-    first_layers: Floats
-    full: Floats
-    first_full: Floats
-    selective: Floats
     hops: Floats
-    stage: Floats
-    micro_batches: Floats
-    pp: Floats
     vpp: Floats
     tp: Floats
     devices: Floats
     tied: Floats
-    drained_weights: Floats
+    shapes: tuple[Shape, ...]
+    counts: tuple[ChunkCounts, ...]
 
     def __len__(self) -> int:
-        return len(self.pp)
+        return len(self.tp)
 
     def rows(self, chosen: npt.NDArray[Any]) -> PlanTable:
         """The rows at an index or mask."""
@@ -66,9 +80,39 @@ class PlanTable:
             value = getattr(self, field.name)
             if isinstance(value, LayerTerms):
                 parts[field.name] = LayerTerms(*(getattr(value, name)[chosen] for name in TERMS))
+            elif isinstance(value, tuple):
+                parts[field.name] = tuple(value[row] for row in np.arange(len(value))[chosen])
             else:
                 parts[field.name] = value[chosen]
         return PlanTable(**parts)
+
+    @cached_property
+    def same_shape(self) -> tuple[_SameShape, ...]:
+        """The rows, gathered by shape."""
+        rows: dict[Shape, list[int]] = {}
+        for row, shape in enumerate(self.shapes):
+            rows.setdefault(shape, []).append(row)
+        width = self.sync.shape[1]
+        return tuple(
+            _SameShape(
+                shape,
+                layout(shape.schedule, shape.pp, shape.vpp),
+                np.array(chosen),
+                ChunkCounts(*(_padded([getattr(self.counts[row], name) for row in chosen], width) for name in COUNTS)),
+            )
+            for shape, chosen in rows.items()
+        )
+
+
+COUNTS = ("every", "full", "selective")
+
+
+def _padded(counts: list[Ints], units: int) -> Ints:
+    """Counts (slots, units) of several plans as one array (slots, units, plans)."""
+    out = np.zeros((len(counts[0]), units, len(counts)), dtype=np.int64)
+    for row, count in enumerate(counts):
+        out[:, : count.shape[1], row] = count
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +135,28 @@ class UnitTimes:
         self.tables = tables
         self._known: dict[tuple[Any, ...], _Units] = {}
 
-    def of(self, degrees: Degrees, placement: Placement) -> _Units:
+    def of(self, degrees: Degrees, placement: Placement, schedule: str) -> _Units:
         """Terms, gradient sync, optimizer and gather of each unit."""
         d = degrees
-        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, placement)  # all but vpp
+        folded = schedule if schedule in FOLDED else ""
+        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, placement, folded)  # all but vpp
         if key not in self._known:
-            self._known[key] = self._made(degrees, placement)
+            self._known[key] = self._made(degrees, placement, schedule)
         return self._known[key]
 
-    def _made(self, degrees: Degrees, placement: Placement) -> _Units:
+    def _made(self, degrees: Degrees, placement: Placement, schedule: str) -> _Units:
         tables, instance = self.tables, self.tables.instance
         shard = tables.terms(sharding_of(degrees), groups_of(instance, degrees, placement))
         terms = [[getattr(unit, name) for name in TERMS] for unit in (*shard.kinds, shard.embedding, shard.head)]
         embedding = end_params_on_device(instance, degrees.tp, head=False)
-        head = end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp))
+        apart = tied_copy(instance, degrees.pp, schedule)
+        head = end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=apart)
         params = [
             *tables.kind_params(degrees.tp, degrees.ep, degrees.etp),
             KindParams(embedding, 0),
             KindParams(head, 0),
         ]
-        dense, expert = tables.group_rates(degrees, placement)
+        dense, expert = tables.group_rates(degrees, placement, schedule)
         layers = len(params) - 2
         gathers = np.array(
             [unit_times_s(instance, degrees, placement, unit, end=i >= layers) for i, unit in enumerate(params)]
@@ -122,55 +168,21 @@ class UnitTimes:
             gathers[:, 0],
             gathers[:, 1],
             hop_times_s(instance, degrees, placement),
-            tied_sync_s(instance, degrees, placement, embedding) if instance.model.tied else 0.0,
+            tied_sync_s(instance, degrees, placement, embedding) if apart else 0.0,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Layers of each unit on each stage: all, of the first chunk, and those recomputed in full of both."""
-
-    layers: Floats
-    first_layers: Floats
-    full: Floats
-    first_full: Floats
-    selective: Floats
-
-
-def split_of(plan: Plan, kinds: tuple[int, ...], units: int) -> _Split:
-    """Count the layers of every stage; `units` is the number of kinds plus two."""
-    pp, vpp = plan.degrees.pp, plan.degrees.vpp
-    counts = np.zeros((4, pp, units))
-    selective = np.zeros((pp, 1))
-    position = 0
-    for chunk, layers in enumerate(plan.chunk_layers):
-        k, setting = chunk % pp, plan.stages[chunk % pp]
-        chosen = np.array(kinds[position : position + layers], dtype=np.int64)
-        everything = np.bincount(chosen, minlength=units)
-        repeated = np.bincount(chosen[: setting.recompute_layers], minlength=units)
-        counts[0, k] += everything
-        counts[2, k] += repeated if setting.recompute == "full" else 0
-        if chunk < pp:
-            counts[1, k], counts[3, k] = everything, repeated if setting.recompute == "full" else 0
-        selective[k] = setting.recompute == "selective"
-        position += layers
-    assert vpp * pp == len(plan.chunk_layers)
-    counts[0, 0, units - 2] = counts[1, 0, units - 2] = 1
-    counts[0, pp - 1, units - 1] = 1
-    return _Split(counts[0], counts[1], counts[2], counts[3], selective)
 
 
 def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     """The table of some plans, each with the units of its instance."""
-    found = [(units.of(plan.degrees, plan.placement), units, plan) for units, plan in rows]
-    splits: dict[tuple[int, int, int, int], _Split] = {}
-    chosen = []
+    found = [(units.of(plan.degrees, plan.placement, plan.schedule), units, plan) for units, plan in rows]
+    splits: dict[tuple[int, int], ChunkCounts] = {}
+    counts, shapes = [], []
     for _, units, plan in found:
-        key = (id(units), plan.degrees.pp, plan.degrees.vpp, id(plan.stages))  # the plans outlive this loop
+        key = (id(units), id(plan.stages))  # the plans outlive this loop
         if key not in splits:
-            instance = units.tables.instance
-            splits[key] = split_of(plan, instance.model.kind_indices, len(instance.model.kinds) + 2)
-        chosen.append(splits[key])
+            splits[key] = counts_of(plan, units.tables.kind_prefixes)
+        counts.append(splits[key])
+        shapes.append(shape_of(plan))
     most_units = max((len(units.sync) for units, _, _ in found), default=0)
     most_stages = max((plan.degrees.pp for _, _, plan in found), default=0)
 
@@ -179,13 +191,6 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
         for row, (own, _, _) in enumerate(found):
             values = getattr(own, name)
             out[row, : len(values)] = values
-        return out
-
-    def by_stage(name: str, width: int) -> Floats:
-        out = np.zeros((len(found), most_stages, width))
-        for row, split in enumerate(chosen):
-            values = getattr(split, name)
-            out[row, : values.shape[0], : values.shape[1]] = values
         return out
 
     terms: Any = np.zeros((len(found), most_units, len(TERMS)))
@@ -204,62 +209,120 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
         optimizer=by_unit("optimizer"),
         gather_forward=by_unit("gather_forward"),
         gather_backward=by_unit("gather_backward"),
-        layers=by_stage("layers", most_units),
-        first_layers=by_stage("first_layers", most_units),
-        full=by_stage("full", most_units),
-        first_full=by_stage("first_full", most_units),
-        selective=by_stage("selective", 1),
         hops=hops,
-        stage=np.arange(most_stages, dtype=np.float64)[None, :].repeat(len(found), axis=0),
-        micro_batches=column([plan.micro_batches for plan in plans]),
-        pp=column([plan.degrees.pp for plan in plans]),
         vpp=column([plan.degrees.vpp for plan in plans]),
         tp=column([plan.degrees.tp for plan in plans]),
         devices=column([plan.degrees.devices for plan in plans]),
         tied=column([units.tied for units, _, _ in found]),
-        drained_weights=column([DRAIN_WEIGHT_GRADIENTS.get(plan.schedule, 0.0) for plan in plans]),
+        shapes=tuple(shapes),
+        counts=tuple(counts),
     )
 
 
 def step_times_s(table: PlanTable, profile: Profile) -> Floats:
     """(V1) The step time of every row, shape (R,)."""
+    units = _unit_coefficients(table, profile)
+    out = np.empty(len(table))
+    for same in table.same_shape:
+        out[same.rows] = _pass_times(same, units, table).step(same.shape)
+    return out + _overhead(profile)
+
+
+def _unit_coefficients(table: PlanTable, profile: Profile) -> TimeCoefficients:
+    """(T1), (T2), (T4) per unit and link, shape (R, U) and (R, links)."""
     t = table
     scale = 1 + profile.straggler * np.log2(t.devices)
     time = layer_time(t.terms, profile, t.tp)
     forward = (time.forward_s + exposed(t.gather_forward, time.forward_s, profile)) * scale
     backward = (time.backward_s + exposed(t.gather_backward, time.backward_s, profile)) * scale
-    full, selective = time.full_s * scale, time.selective_s * scale
-    both = forward + backward
+    hidden = np.where(t.sync > 0, profile.dp_comm_overlap * (forward + backward), 0.0)
+    return TimeCoefficients(
+        forward=forward,
+        backward=backward,
+        weight=np.minimum(weight_gradient_s(t.terms, profile) * scale, backward),
+        selective=time.selective_s * scale,
+        full=time.full_s * scale,
+        tail_floor=profile.dp_comm_floor * t.sync + t.optimizer,
+        tail_overlap=t.sync - hidden + t.optimizer,
+        sends=exchange_time_s(profile, t.hops, t.vpp),
+        lags=lag_time_s(profile, t.hops, t.vpp),
+        tied=0.0,
+        overhead=0.0,
+    )
 
-    def on_stages(counts: Floats, values: Floats) -> Floats:
-        return np.asarray(np.einsum("rpu,ru->rp", counts, values))
 
-    chosen = t.selective[:, :, 0] * on_stages(t.layers, selective)
-    work = on_stages(t.layers, both) + on_stages(t.full, full) + chosen
-    before = np.concatenate([np.zeros((len(t), 1)), t.hops[:, :-1]], axis=1)
-    waiting = t.vpp * (t.stage > 0) * exchange_time_s(profile, before, t.vpp)
-    waiting = waiting + t.vpp * (t.stage < t.pp - 1) * exchange_time_s(profile, t.hops, t.vpp)
-    busy = t.micro_batches * (work + waiting)
-    weights = t.drained_weights * profile.gemm * t.terms.gemm_backward / 2 * scale
-    drained = np.maximum(backward - weights, -forward)
-    first_forward = on_stages(t.first_layers, forward)
-    first_backward = on_stages(t.first_layers, drained) + on_stages(t.first_full, full)
-    first_backward = first_backward + t.selective[:, :, 0] * on_stages(t.first_layers, selective)
-    held = t.stage < t.pp
-    starts = np.concatenate([np.zeros((len(t), 1)), np.cumsum(first_forward + t.hops, axis=1)[:, :-1]], axis=1)
-    arrivals = np.where(held, starts + busy, -np.inf)
-    ends = np.empty_like(arrivals)
-    end = np.full(len(t), -np.inf)
-    for j in reversed(range(arrivals.shape[1])):
-        following = np.where(np.isfinite(end), end + t.hops[:, j] + first_backward[:, j], -np.inf)
-        end = np.maximum(arrivals[:, j], following)
-        ends[:, j] = end
-    optimizer = on_stages(t.layers, t.optimizer)
-    sync = on_stages(t.layers, t.sync)
-    hidden = np.where(t.sync > 0, profile.dp_comm_overlap * both, 0.0)
-    tails = larger(profile.dp_comm_floor * sync, sync - on_stages(t.layers, hidden)) + optimizer
-    edges = (t.stage == 0) | (t.stage == t.pp - 1)
-    tails = tails + np.where((t.pp > 1) & edges, t.tied, 0.0)
-    total = np.where(held, ends + tails, -np.inf).max(axis=1)
+def _pass_times(same: _SameShape, units: TimeCoefficients, table: PlanTable) -> PassTimes:
+    parts: dict[str, Any] = {name: getattr(units, name)[same.rows].T for name in TimeCoefficients.__slots__[:-2]}
+    own = TimeCoefficients(**parts, tied=table.tied[same.rows, 0], overhead=0.0)
+    return pass_times(own, same.shape, same.where, same.counts)
+
+
+def _overhead(profile: Profile) -> Any:
     overhead = profile.step_overhead_s
-    return np.asarray(total + (overhead[:, 0] if isinstance(overhead, np.ndarray) else overhead))
+    return overhead[:, 0] if isinstance(overhead, np.ndarray) else overhead
+
+
+PASSES = ("forward", "backward", "weight", "selective", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class PathTable:
+    """(V2) The longest path of every row, which some profile has: how often it meets each unit and link.
+
+    `passes` has an array (R, U) for each of `PASSES`; sends and lags are (R, links), tail (R, U) the layers of the stage
+    that it ends on, tied (R,).
+    """
+
+    table: PlanTable
+    passes: dict[str, Ints]
+    sends: Ints
+    lags: Ints
+    tail: Ints
+    tied: Floats
+
+
+def path_table(table: PlanTable, profile: Profile) -> PathTable:
+    """(V2) of `table` under `profile`."""
+    units = _unit_coefficients(table, profile)
+    passes = {name: np.zeros(table.sync.shape, dtype=np.int64) for name in PASSES}
+    tail = np.zeros(table.sync.shape, dtype=np.int64)
+    sends, lags = np.zeros((2, *table.hops.shape), dtype=np.int64)
+    tied = np.zeros(len(table))
+    for same in table.same_shape:
+        shape, counts, rows, links = same.shape, same.counts, same.rows, same.shape.pp
+        times = _pass_times(same, units, table)
+        paths = longest_paths(shape, times.durations, times.lags, times.tails)
+        backward = paths.passes[BACKWARD] + paths.passes[INPUT]
+        apart = paths.passes[WEIGHT] - paths.passes[INPUT]
+        for name, often, of in (
+            ("forward", paths.passes[FORWARD], counts.every),
+            ("backward", backward, counts.every),
+            ("weight", apart, counts.every),
+            ("selective", backward, counts.selective),
+            ("full", backward, counts.full),
+        ):
+            passes[name][rows] = np.einsum("sr,sur->ru", often, of)
+        for link, often in zip(links_of(same.where, links), (paths.passes[FORWARD], backward), strict=True):
+            sent = np.zeros((links + 1, len(rows)), dtype=np.int64)
+            np.add.at(sent, link, often)
+            sends[rows, :links] += sent[:links].T
+        lags[rows, :links] = paths.hops.T
+        on_stage = np.array(same.where.stage)[:, None] == paths.stage
+        tail[rows] = np.einsum("sr,sur->ru", on_stage.astype(np.int64), counts.every)
+        ends = (paths.stage == 0) | (paths.stage == shape.pp - 1)
+        tied[rows] = np.where(ends & (shape.pp > 1), table.tied[rows, 0], 0.0)
+    return PathTable(table, passes, sends, lags, tail, tied)
+
+
+def path_times_s(paths: PathTable, profile: Profile) -> Floats:
+    """(V2) The length of each path under `profile`: no more than its step time, and that exactly where the path is
+    the longest."""
+    units = _unit_coefficients(paths.table, profile)
+
+    def total(often: Ints, each: Floats) -> Floats:
+        return np.asarray(np.einsum("ru,ru->r", often, each))
+
+    out = sum(total(often, getattr(units, name)) for name, often in paths.passes.items())
+    out = out + total(paths.sends, units.sends) + total(paths.lags, units.lags) + paths.tied
+    tails = np.maximum(total(paths.tail, units.tail_floor), total(paths.tail, units.tail_overlap))
+    return np.asarray(out + tails + _overhead(profile))

@@ -18,6 +18,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
+from shardwise.data.pipeline import SCHEDULES
 from shardwise.solver.cli_runs import calibrate_command, validate_command
 from shardwise.solver.terminal import (
     BAD_INPUT,
@@ -296,7 +297,7 @@ def evaluate_command(
         int | None, typer.Option("--dp-replicate", help="Whole copies among the replicas (HSDP), default 1.")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option("--schedule", help="1f1b, gpipe, zb-h1, zb-2p or zb-v; interleaved with --vpp.")
+        str | None, typer.Option("--schedule", help=f"{', '.join(SCHEDULES)}; by --vpp without it.")
     ] = None,
     vpp: Annotated[int | None, typer.Option("--vpp", help="Chunks per stage, default 1.")] = None,
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences, default 1.")] = None,

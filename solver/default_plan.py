@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS
-from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Schedule, Stage
+from shardwise.data.pipeline import FOLDED, Schedule
+from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +107,7 @@ def plan_from_degrees(
     try:
         return Plan(
             degrees,
-            _stages_of(tuple(chunks), degrees.pp, recompute, block),
+            _stages_of(tuple(chunks), degrees.pp, recompute, block, folded=schedule in FOLDED),
             packed_placement(instance, degrees, rank_order),
             micro_batches,
             schedule=schedule or degrees.schedule,
@@ -116,8 +117,13 @@ def plan_from_degrees(
 
 
 @lru_cache(maxsize=16384)
-def _stages_of(chunks: tuple[int, ...], pp: int, recompute: Recompute, block: int) -> tuple[Stage, ...]:
-    return tuple(Stage(chunks[k::pp], recompute, block) for k in range(pp))
+def _stages_of(
+    chunks: tuple[int, ...], pp: int, recompute: Recompute, block: int, *, folded: bool
+) -> tuple[Stage, ...]:
+    rows = [chunks[row * pp : (row + 1) * pp] for row in range(len(chunks) // pp)]
+    if folded and len(rows) == 2:
+        rows[1] = rows[1][::-1]
+    return tuple(Stage(own, recompute, block) for own in zip(*rows, strict=True))
 
 
 def even_split(layers: int, chunks: int) -> list[int]:

@@ -1,16 +1,17 @@
 """Evaluate a plan: legality, time and memory by part, without CP-SAT.
 
-The independent check of every plan that a solve returns: it walks over layers and stages one by one and shares the cost
-functions with the formulations, but none of their constraints.
+The independent check of every plan that a solve returns: it shares the cost functions with the formulations, but none of
+their constraints. The step time is that of the timeline of the schedule, pass by pass.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention
@@ -29,12 +30,14 @@ from shardwise.formulations.memory import (
     tied_copy,
     transfer_buffer_bytes,
 )
-from shardwise.formulations.schedule import in_flight
+from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, pass_times, shape_of
+from shardwise.formulations.schedule import in_flight, passes_per_step
 from shardwise.formulations.step_time import straggling
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
+    from shardwise.formulations.timeline import Shape, StageSpans
 
 GB = 1e9
 ALIGNED_HEAD = 8
@@ -67,7 +70,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class TimeParts:
-    """Where the step goes, in seconds, along the longest path."""
+    """Where the step goes, in seconds, on the busiest stage; `fill_and_drain` is what it waits for other stages."""
 
     compute: float
     tensor_parallel: float
@@ -85,11 +88,16 @@ class TimeParts:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan costs. `objective_units` and `memory_mib` are the integers of the formulation."""
+    """What a plan costs. `objective_units` and `memory_mib` are the integers of the formulation.
+
+    `parts` are those of the busiest stage, the one that waits least; `bubble` is the share of the step that each stage
+    waits for others.
+    """
 
     step_time_s: float
     parts: TimeParts
     busiest_stage: int
+    bubble: tuple[float, ...]
     stages: tuple[StageMemory, ...]
     memory_mib: tuple[int, ...]
     capacity_mib: int
@@ -180,18 +188,18 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     if unusable:
         raise InputError(unusable)
     tables = cost_tables(instance)
-    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches, plan.schedule)
-    walk = _Walk(instance, plan, coefficients)
-    step_time_s, stage, last = walk.longest_path()
+    timed = timed_plan(instance, plan)
+    step_time_s = timed.step_time
+    parts = _time_parts(tables, plan, timed)
     stages = tuple(_stage_memory(tables, plan, k) for k in range(plan.degrees.pp))
     tokens_per_s = instance.workload.tokens_per_step / step_time_s
     devices = plan.degrees.devices
-    parts = _time_parts(tables, plan, walk, stage, last)
     peak = instance.accelerator.flops_per_s[instance.workload.peak]
     return Evaluation(
         step_time_s=step_time_s,
         parts=parts,
-        busiest_stage=stage,
+        busiest_stage=timed.busiest_stage,
+        bubble=timed.bubble,
         stages=stages,
         memory_mib=tuple(_stage_mib(tables, plan, k) for k in range(plan.degrees.pp)),
         capacity_mib=tables.capacity_mib,
@@ -206,7 +214,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         energy=_energy(instance, devices, parts),
         energy_reason=why_no_energy(instance.accelerator),
         risks=tuple(kernel_risks(instance)),
-        objective_units=None if unit_s is None else _objective_units(instance, plan, tables, unit_s),
+        objective_units=None if unit_s is None else int(timed_plan(instance, plan, unit_s).step_time),
     )
 
 
@@ -256,12 +264,7 @@ def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
         and not limit_faults(instance, plan)
         and not broken_rules(instance, plan)
     )
-    return _objective_units(instance, plan, tables, unit_s) if admitted else None
-
-
-def _objective_units(instance: Instance, plan: Plan, tables: CostTables, unit_s: float) -> int:
-    coefficients = tables.time(plan.degrees, plan.placement, plan.micro_batches, plan.schedule).in_units(unit_s)
-    return round(_Walk(instance, plan, coefficients).longest_path()[0])
+    return int(timed_plan(instance, plan, unit_s).step_time) if admitted else None
 
 
 def model_flops(instance: Instance) -> float:
@@ -282,6 +285,8 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
     faults = []
     if sum(plan.chunk_layers) != len(instance.model.layers):
         faults.append(f"plan.stages hold {sum(plan.chunk_layers)} layers, the model has {len(instance.model.layers)}")
+    if plan.schedule == "dualpipe" and plan.degrees.pp % 2:
+        faults.append(f"schedule=dualpipe needs an even pp, not {plan.degrees.pp}")
     if len(plan.placement.blocks) != len(instance.levels):
         faults.append(
             f"plan.placement has {len(plan.placement.blocks)} levels, cluster {instance.cluster.name} "
@@ -316,124 +321,90 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     return faults
 
 
-class _Walk:
-    """(T1)-(T5) by walking the plan layer by layer; `coefficients` may be seconds or integer units."""
+@dataclass(frozen=True, eq=False)
+class TimedPlan:
+    """A plan with the durations of its passes and what the timeline of its schedule makes of them, in seconds or units.
 
-    def __init__(self, instance: Instance, plan: Plan, coefficients: TimeCoefficients) -> None:
-        self.plan, self.c = plan, coefficients
-        self.pp = plan.degrees.pp
-        kinds, cuts = instance.model.kind_indices, plan.cuts
-        self.chunks = [kinds[a:b] for a, b in itertools.pairwise(cuts)]
+    `busy` is how long each stage works in a step, its tail (T4) left out.
+    """
 
-    def stage_chunks(self, stage: int) -> list[tuple[int, ...]]:
-        return self.chunks[stage :: self.pp]
+    shape: Shape
+    coefficients: TimeCoefficients
+    counts: ChunkCounts
+    passes: PassTimes
+    spans: StageSpans
+    busy: tuple[float, ...]
 
-    def busy(self, stage: int) -> float:
-        """(T2) without transfers."""
-        c, setting = self.c, self.plan.stages[stage]
-        total = 0.0
-        for chunk in self.stage_chunks(stage):
-            for position, kind in enumerate(chunk):
-                total += c.busy[kind]
-                if setting.recompute == "selective":
-                    total += c.busy_selective[kind]
-                elif setting.recompute == "full" and position < setting.recompute_layers:
-                    total += c.busy_full[kind]
-        if stage == 0:
-            total += c.embedding_busy
-        if stage == self.pp - 1:
-            total += c.head_busy
-        return total
+    @property
+    def step_time(self) -> float:
+        """(T5)."""
+        return (self.coefficients.overhead + self.spans.step(self.shape, self.passes.tails)).item()
 
-    def first_forward(self, stage: int) -> float:
-        """F_j of (T1)."""
-        total = sum(self.c.forward[kind] for kind in self.chunks[stage])
-        return total + (self.c.embedding_forward if stage == 0 else 0.0)
+    @property
+    def busiest_stage(self) -> int:
+        return int(np.argmax(np.array(self.busy) + self.passes.tails))
 
-    def first_backward(self, stage: int) -> float:
-        """B_j of (T3)."""
-        c, setting = self.c, self.plan.stages[stage]
-        total = 0.0
-        for position, kind in enumerate(self.chunks[stage]):
-            total += c.backward[kind]
-            if setting.recompute == "selective":
-                total += c.backward_selective[kind]
-            elif setting.recompute == "full" and position < setting.recompute_layers:
-                total += c.backward_full[kind]
-        return total + (c.embedding_backward if stage == 0 else 0.0)
-
-    def tail(self, stage: int) -> float:
-        """X_j of (T4)."""
-        c = self.c
-        floor = overlap = 0.0
-        for chunk in self.stage_chunks(stage):
-            floor += sum(c.tail_floor[kind] for kind in chunk)
-            overlap += sum(c.tail_overlap[kind] for kind in chunk)
-        if stage == 0:
-            floor, overlap = floor + c.embedding_tail_floor, overlap + c.embedding_tail_overlap
-        if stage == self.pp - 1:
-            floor, overlap = floor + c.head_tail_floor, overlap + c.head_tail_overlap
-        tied = c.tied if self.pp > 1 and stage in (0, self.pp - 1) else 0.0
-        return max(floor, overlap) + tied
-
-    def longest_path(self) -> tuple[float, int, int]:
-        """(T5): the step time, the stage that the path is busy on, and the stage that it ends on."""
-        fill, starts = 0.0, []
-        for k in range(self.pp):
-            starts.append(fill)
-            if k < self.pp - 1:
-                fill += self.first_forward(k) + self.c.hops[k]
-        best: tuple[float, int, int] | None = None
-        end, busiest = -1.0, 0
-        for j in reversed(range(self.pp)):
-            arrival = starts[j] + self.busy(j) + self.c.transfers[j]
-            if j < self.pp - 1:
-                end += self.c.hops[j] + self.first_backward(j)
-            if arrival >= end:
-                end, busiest = arrival, j
-            total = self.c.overhead + end + self.tail(j)
-            if best is None or total >= best[0]:
-                best = (total, busiest, j)
-        assert best is not None
-        return best
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Share of the step that each stage waits."""
+        step = self.step_time
+        working = np.array(self.busy) + self.passes.tails + self.coefficients.overhead
+        return tuple(float(share) for share in np.maximum(1 - working / step, 0.0)) if step else (0.0,) * len(self.busy)
 
 
-def _time_parts(tables: CostTables, plan: Plan, walk: _Walk, stage: int, last: int) -> TimeParts:
-    """Attribute the longest path: the work of `stage`, the fill before and the drain after it, the tail of `last`."""
-    d, c, m = plan.degrees, walk.c, plan.micro_batches
+def timed_plan(instance: Instance, plan: Plan, unit_s: float | None = None) -> TimedPlan:
+    """(T1)-(T5) of a plan, in multiples of `unit_s` where one is given."""
+    tables = cost_tables(instance)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.schedule)
+    if unit_s is not None:
+        coefficients = coefficients.in_units(unit_s)
+    shape = shape_of(plan)
+    counts = counts_of(plan, tables.kind_prefixes)
+    passes = pass_times(coefficients, shape, plan.layout, counts)
+    once = passes_per_step(plan.schedule, shape.micro_batches)
+    worked = passes.durations[once.kinds].sum(axis=0) * once.micro_batches
+    busy = tuple(worked[list(plan.layout.slots_of(k))].sum().item() for k in range(shape.pp))
+    return TimedPlan(shape, coefficients, counts, passes, passes.spans(shape), busy)
+
+
+def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
+    """What the busiest stage does, by cause; what is left of the step it waits."""
+    d, c, stage = plan.degrees, timed.coefficients, timed.busiest_stage
     instance = tables.instance
     sharding, groups = sharding_of(d), groups_of(instance, d, plan.placement)
     terms, times = tables.terms(sharding, groups), tables.times(sharding, groups)
-    layers = [kind for chunk in walk.stage_chunks(stage) for kind in chunk]
-    units = [(terms.kinds[kind], times.kinds[kind], c.busy[kind]) for kind in layers]
-    if stage == 0:
-        units.append((terms.embedding, times.embedding, c.embedding_busy))
-    if stage == d.pp - 1:
-        units.append((terms.head, times.head, c.head_busy))
+    own = timed.counts.every[list(plan.layout.slots_of(stage))].sum(axis=0)
+    full, selective = (
+        counts[list(plan.layout.slots_of(stage))].sum(axis=0) for counts in (timed.counts.full, timed.counts.selective)
+    )
+    m = passes_per_step(plan.schedule, timed.shape.micro_batches).micro_batches
     scale = m * straggling(instance, d.devices)
     causes = dict.fromkeys(("compute", "tensor_parallel", "context_parallel", "expert_parallel", "weight_gather"), 0.0)
-    work = host = 0.0
-    for own, time, busy in units:
-        spent = {name: scale * value for name, value in time_by_cause(own, instance.profile).items()}
+    host = work = recompute = 0.0
+    for unit, (term, time) in enumerate(
+        zip((*terms.kinds, terms.embedding, terms.head), (*times.kinds, times.embedding, times.head), strict=True)
+    ):
+        layers = int(own[unit])
+        busy = layers * m * (c.forward[unit] + c.backward[unit])
+        spent = {name: layers * scale * value for name, value in time_by_cause(term, instance.profile).items()}
         for name, value in spent.items():
             causes[name] += value
-        passes = scale * time.both_s
+        passes = layers * scale * time.both_s
         host += passes - sum(spent.values())
         causes["weight_gather"] += busy - passes
         work += busy
-    busy_time = walk.busy(stage)
-    fill = sum(walk.first_forward(j) + c.hops[j] for j in range(stage))
-    drain = sum(walk.first_backward(j) + c.hops[j] for j in range(last, stage))
-    dense, expert = tables.group_rates(d, plan.placement)
-    params = _stage_params(tables, plan, last)
+        recompute += m * float(full[unit] * c.full[unit] + selective[unit] * c.selective[unit])
+    dense, expert = tables.group_rates(d, plan.placement, plan.schedule)
+    params = _stage_params(tables, plan, stage)
     optimizer = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+    tail = float(timed.passes.tails[stage])
     return TimeParts(
         **causes,
         host=host,
-        recompute=busy_time - work,
-        transfers=c.transfers[stage],
-        fill_and_drain=fill + drain,
-        gradient_sync=walk.tail(last) - optimizer,
+        recompute=recompute,
+        transfers=timed.busy[stage] - work - recompute,
+        fill_and_drain=timed.step_time - c.overhead - timed.busy[stage] - tail,
+        gradient_sync=tail - optimizer,
         optimizer=optimizer,
         overhead=c.overhead,
     )
@@ -443,16 +414,17 @@ def _stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     """Parameters on one device of a stage."""
     instance, d = tables.instance, plan.degrees
     kind_params = tables.kind_params(d.tp, d.ep, d.etp)
-    cuts, kinds = plan.cuts, instance.model.kind_indices
+    cuts, kinds, chunks = plan.cuts, instance.model.kind_indices, plan.layout.chunks_of(stage)
     dense = expert = 0
-    for chunk in range(stage, d.virtual_stages, d.pp):
+    for chunk in chunks:
         for kind in kinds[cuts[chunk] : cuts[chunk + 1]]:
             dense += kind_params[kind].dense
             expert += kind_params[kind].expert
-    if stage == 0:
+    if 0 in chunks:
         dense += end_params_on_device(instance, d.tp, head=False)
-    if stage == d.pp - 1:
-        dense += end_params_on_device(instance, d.tp, head=True, with_tied_copy=tied_copy(instance, d.pp))
+    if d.virtual_stages - 1 in chunks:
+        apart = tied_copy(instance, d.pp, plan.schedule)
+        dense += end_params_on_device(instance, d.tp, head=True, with_tied_copy=apart)
     return KindParams(dense, expert)
 
 
@@ -460,15 +432,14 @@ def _kept_layers(
     tables: CostTables, plan: Plan, stage: int
 ) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
     """(kind, chunk row, recompute mode) of every layer of a stage."""
-    instance, d, setting = tables.instance, plan.degrees, plan.stages[stage]
+    instance, setting = tables.instance, plan.stages[stage]
     cuts, out = plan.cuts, []
-    for row in range(d.vpp):
-        first = cuts[row * d.pp + stage]
-        for position in range(setting.chunks[row]):
+    for row, chunk in enumerate(plan.layout.chunks_of(stage)):
+        for position in range(cuts[chunk + 1] - cuts[chunk]):
             mode = setting.recompute
             if mode == "full" and position >= setting.recompute_layers:
                 mode = "none"
-            out.append((instance.model.kind_indices[first + position], row, mode))
+            out.append((instance.model.kind_indices[cuts[chunk] + position], row, mode))
     return out
 
 
@@ -485,7 +456,8 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d)
     recomputes = any(mode == "full" for _, _, mode in kept)
     working = max(kind.working for kind in bytes_of) if recomputes else 0.0
-    logits = head_activations_bytes(instance, sharding) if stage == d.pp - 1 else 0.0
+    has_head = d.virtual_stages - 1 in plan.layout.chunks_of(stage)
+    logits = head_activations_bytes(instance, sharding) if has_head else 0.0
     used = 1 / (1 + instance.profile.memory_fragmentation)
     return StageMemory(
         weights=states.weights,
@@ -503,7 +475,8 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
 
 def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     """(F2) The same in whole MiB, each line of each layer rounded up, as the verdict takes it."""
-    d, memory = plan.degrees, tables.memory(plan.degrees)
+    d, memory = plan.degrees, tables.memory(plan.degrees, plan.schedule)
+    chunks = plan.layout.chunks_of(stage)
     kept = Counter(_kept_layers(tables, plan, stage))
     total = memory.fixed + sum(count * memory.state[kind] for (kind, _, _), count in kept.items())
     total += max(
@@ -512,8 +485,8 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     )
     if any(mode == "full" for _, _, mode in kept):
         total += memory.working
-    if stage == 0:
+    if 0 in chunks:
         total += memory.embedding
-    if stage == d.pp - 1:
+    if d.virtual_stages - 1 in chunks:
         total += memory.head
     return total

@@ -3,6 +3,8 @@
 (R1) time: minimise sum_i w_i^2 rho((ln T_i(c) - ln t_i) / f) + sum_k ((c_k - p_k) / s_k)^2 over the constants c within
      their bounds; rho is soft-L1, T_i the predicted and t_i the measured step, p_k the prior and s_k its width. Constants
      of `LOGARITHMIC` are fitted, and their widths meant, in their logarithms.
+     The longest path of a row (V2) stays the same while the constants move; it is found anew at the fit, which starts
+     again from there.
 (R2) memory: the same on ln of predicted over measured bytes, with a row that ran out of memory asking for more than the
      device has, and one that ran for less: each is charged only when it is on the wrong side.
 (R3) leave-one-out residual of row i: r_i / (1 - h_i), h the diagonal of J (J^T J + S^-2)^-1 J^T at the fit; exact for a
@@ -18,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from shardwise.formulations.table import step_times_s
+from shardwise.formulations.table import path_table, path_times_s, step_times_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.data.profile import Profile
     from shardwise.formulations.memory_table import MemoryTable
-    from shardwise.formulations.table import PlanTable
+    from shardwise.formulations.table import PathTable, PlanTable
 
 Floats = npt.NDArray[np.float64]
 
@@ -72,6 +74,7 @@ MEMORY_WIDTHS: dict[str, float] = {
     "memory_reserve_bytes": 2e9,
 }
 LOGARITHMIC = ("gemm", "core", "elementwise", "host_launch_s")
+PATH_ROUNDS = 2
 TIME_SCALE = 0.03
 MEMORY_SCALE = 0.05
 RAN_WEIGHT = 1.35
@@ -103,14 +106,15 @@ def fit_time(
     weights = np.full(len(table), 2.0) if weights is None else weights
     logs = np.log(measured_s)
 
-    def residuals(profile: Profile) -> Floats:
-        return np.asarray(np.log(step_times_s(table, profile)) - logs)
+    found = prior
+    for _ in range(PATH_ROUNDS):
+        paths = path_table(table, found)
 
-    def charged(profile: Profile) -> Floats:
-        return weights * soft_l1(residuals(profile), scale)
+        def charged(profile: Profile, paths: PathTable = paths) -> Floats:
+            return weights * soft_l1(np.log(path_times_s(paths, profile)) - logs, scale)
 
-    found, jacobian = _least_squares(charged, prior, bounds, names, TIME_WIDTHS)
-    last = residuals(found)
+        found, jacobian = _least_squares(charged, prior, bounds, names, TIME_WIDTHS, found)
+    last = np.asarray(np.log(step_times_s(table, found)) - logs)
     leverage = np.minimum(_leverage(jacobian, len(last)), 0.95)
     return Fit(found, names, last, last / (1 - leverage))
 
@@ -152,8 +156,10 @@ def _least_squares(
     bounds: Mapping[str, tuple[float, float]],
     names: tuple[str, ...],
     widths: Mapping[str, float],
+    first: Profile | None = None,
 ) -> tuple[Profile, Floats]:
-    """The profile that minimises the charges and the distance from the prior, and the Jacobian of both there."""
+    """The profile that minimises the charges and the distance from the prior, and the Jacobian of both there; the search
+    starts at `first`, or at the prior."""
     logarithmic = np.array([name in LOGARITHMIC for name in names])
     tiny = np.array([1e-9 if log else 0.0 for log in logarithmic])
 
@@ -163,6 +169,7 @@ def _least_squares(
     low = inward(np.array([bounds[name][0] for name in names]) + tiny)
     high = inward(np.array([bounds[name][1] for name in names]))
     start = inward(np.array([getattr(prior, name) for name in names]))
+    begin = inward(np.array([getattr(first or prior, name) for name in names]))
     width = np.array([widths[name] for name in names])
     margin = 1e-9 * (high - low)
 
@@ -175,7 +182,7 @@ def _least_squares(
         return prior, np.zeros((len(charged(prior)), 0))
     solved = least_squares(
         lambda x: np.concatenate([charged(profile_at(x)), (x - start) / width]),
-        np.clip(start, low + margin, high - margin),
+        np.clip(begin, low + margin, high - margin),
         bounds=(low, high),
         x_scale=width,
         max_nfev=60,

@@ -78,7 +78,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
         return SyncRates(SYNC_S if dp > 1 else 0.0, OPTIMIZER_S)
 
     def hops(_instance: Any, degrees: Degrees, _placement: Any) -> tuple[float, ...]:
-        return tuple(hop * MS for hop in HOPS_MS[: degrees.pp - 1])
+        return tuple(hop * MS for hop in (*HOPS_MS[: degrees.pp - 1], 0.0))
 
     monkeypatch.setattr(CostTables, "times", lambda *_: times)
     monkeypatch.setattr(coefficients, "sync_rates", rates)

@@ -1,0 +1,113 @@
+"""Durations of the passes of a pipeline from the layers of its chunks: (T1), (T2), (T4) as sums over layer kinds.
+
+Everything is linear in the counts of `ChunkCounts`, so one function serves seconds and integer units, one plan and many
+splits of one candidate at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.pipeline import SPLIT
+from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from shardwise.formulations.timeline import Shape, StageSpans, runnable, stage_spans
+
+if TYPE_CHECKING:
+    from shardwise.data.pipeline import Layout
+    from shardwise.data.plan import Plan
+    from shardwise.formulations.coefficients import TimeCoefficients
+
+Numbers = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkCounts:
+    """Layers of each unit (the kinds, the embedding, the head) in every slot, shape (slots, units) or (slots, units,
+    rows): all of them, those repeated in full, and those whose attention core is repeated."""
+
+    every: Ints
+    full: Ints
+    selective: Ints
+
+
+def shape_of(plan: Plan) -> Shape:
+    """What the order of a plan's passes depends on, mended where it cannot run."""
+    return runnable(Shape(plan.schedule, plan.degrees.pp, plan.degrees.vpp, plan.micro_batches))
+
+
+def counts_of(plan: Plan, prefixes: Ints) -> ChunkCounts:
+    """The counts of a plan; `prefixes` counts each unit in the first 0, 1, ... L layers, embedding and head last."""
+    where, cuts = plan.layout, np.array(plan.cuts)
+    chunk = np.array(where.chunk)
+    settings = [plan.stages[stage] for stage in where.stage]
+    block = np.array([s.recompute_layers if s.recompute == "full" else 0 for s in settings])
+    chosen = np.array([s.recompute == "selective" for s in settings])
+    start, end = cuts[chunk], cuts[chunk + 1]
+    every = prefixes[end] - prefixes[start]
+    full = prefixes[np.minimum(start + block, end)] - prefixes[start]
+    selective = every * chosen[:, None]
+    every[chunk == 0, -2] += 1
+    every[chunk == chunk.max(), -1] += 1
+    return ChunkCounts(every, full, selective)
+
+
+@dataclass(frozen=True, eq=False)
+class PassTimes:
+    """What `timeline` takes, and per stage the two tails and the transfers of one micro-batch."""
+
+    durations: Numbers
+    lags: Numbers
+    tails: Numbers
+
+    def spans(self, shape: Shape) -> StageSpans:
+        """(T3)."""
+        return stage_spans(shape, self.durations, self.lags)
+
+    def step(self, shape: Shape) -> Numbers:
+        """(T5) less the overhead."""
+        return self.spans(shape).step(shape, self.tails)
+
+
+def pass_times(time: TimeCoefficients, shape: Shape, where: Layout, counts: ChunkCounts) -> PassTimes:
+    """(T1), (T2), (T4) of every slot and stage. The coefficients may have an axis of rows too, behind units and links."""
+    rows = counts.every.shape[2:]
+
+    def total(coefficients: Numbers | tuple[float, ...], of: Ints) -> Numbers:
+        values = np.asarray(coefficients)
+        return np.einsum("su...,u...->s...", of, values) if values.ndim == 2 else np.tensordot(of, values, axes=(1, 0))
+
+    def by_row(values: Numbers | tuple[float, ...]) -> Numbers:
+        numbers = np.asarray(values)
+        return numbers if numbers.ndim == 2 or not rows else numbers[:, None]
+
+    sends = by_row(time.sends)
+    sends = np.concatenate([sends[: shape.pp], np.zeros_like(sends[:1])])
+    after, hop = links_of(where, shape.pp)
+    repeated = total(time.full, counts.full) + total(time.selective, counts.selective)
+    backward = total(time.backward, counts.every) + repeated + sends[hop]
+    durations = np.zeros((4, *backward.shape), dtype=backward.dtype)
+    durations[FORWARD] = total(time.forward, counts.every) + sends[after]
+    durations[BACKWARD] = backward
+    if shape.schedule in SPLIT:
+        durations[WEIGHT] = total(time.weight, counts.every)
+        durations[INPUT] = backward - durations[WEIGHT]
+    floor, overlap = total(time.tail_floor, counts.every), total(time.tail_overlap, counts.every)
+    by_stage = (np.array(where.stage)[None, :] == np.arange(shape.pp)[:, None]).astype(floor.dtype)
+    tails = np.maximum(np.tensordot(by_stage, floor, axes=1), np.tensordot(by_stage, overlap, axes=1))
+    if shape.pp > 1:
+        tails[[0, -1]] += np.asarray(time.tied, dtype=tails.dtype)
+    lags = by_row(time.lags)[: shape.pp]
+    return PassTimes(durations, np.broadcast_to(lags, (shape.pp, *rows)), tails)
+
+
+def links_of(where: Layout, none: int) -> tuple[Ints, Ints]:
+    """The link that each slot's forward pass sends over, and its backward pass; `none` where it sends nothing."""
+    hop = np.array([none if link < 0 else link for link in where.hop_before])
+    after = np.array([*hop[1:], none])
+    after[[run[-1] for run in where.directions]] = none
+    return after, hop
