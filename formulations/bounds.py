@@ -5,21 +5,23 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
 
 (B1) memory: all stages together hold every layer's states and at least one micro-batch of fully recomputed activations,
      so  sum of those + p * fixed <= p * capacity, or the candidate has no plan.
-(B2) work, v = 1: the path through stage k takes sum_{j<k} t_j + m t_k, t_j the time of stage j for one micro-batch, so
-     any convex combination of the p paths bounds the step. The one that weights all stages alike has weight
-     c = 1 / (1 - (1 - 1/m)^p) and gives  T >= overhead + c W + (c - 1) * transfers.
-(B3) work, v > 1: the mean over stages gives m W / p, and the mean fill of the chunks 1 .. k - 1, each mean at least
-     (L - n) / (p v - 2) layers because larger chunks come first; n bounds the layers of the last chunk, as a plan with
-     more than n there is slower than the incumbent.
+(B2) work, v = 1, a schedule that drains (1F1B, eager 1F1B, GPipe): the path through stage k takes sum_{j<k} t_j + m t_k,
+     t_j the time that stage j works on one micro-batch, transfers it waits for included, so any convex combination of
+     the p paths bounds the step. The one that weights all stages alike has weight c = 1 / (1 - (1 - 1/m)^p) and gives
+     T >= overhead + c (W + transfers).
+(B3) work, v > 1: the mean over stages gives m (W + transfers) / p. Where the schedule drains (interleaving, GPipe) comes
+     the mean fill of the chunks 1 .. k - 1, each mean at least (L - n) / (p v - 2) layers because larger chunks come
+     first; n bounds the layers of the last chunk, as a plan with more than n there is slower than the incumbent. The
+     mean alone holds for every schedule.
 (B4) whole layers: some stage holds at least ceil(L / p) layers, so  T >= overhead + m t ceil(L / p).
 (B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
      the tail is exact.
-(B6) recompute, v > 1, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
+(B6) recompute, interleaving, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
      (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
      l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
      the mean of (B3) grows by  m t_full (p v - 2) / p.
 
-Each is proven from (T1)-(T5) alone and property-tested against exhaustive minima.
+Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Degrees
 from shardwise.formulations.candidates import Grid, PlacementTable, divisors
 from shardwise.formulations.layer_costs import Groups, Sharding, tensor_parallel_time_s
@@ -41,6 +44,7 @@ from shardwise.formulations.memory import (
     state_bytes,
     tied_copy,
 )
+from shardwise.formulations.schedule import DRAINED
 from shardwise.formulations.step_time import exchange_time_s, hop_time_s, spans_of
 
 if TYPE_CHECKING:
@@ -91,6 +95,7 @@ class BestCase:
 def work_bound_s(
     work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, micro_batches: npt.ArrayLike,
     pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0,
+    *, drains: bool = True,
 ) -> Floats:  # fmt: skip
     """(B2), (B3), (B4) without overhead, element by element.
 
@@ -102,15 +107,19 @@ def work_bound_s(
         n of (B3).
     repeated
         Seconds per micro-batch that (B6) adds to W; 0 for v = 1.
+    drains
+        Whether the schedule's last backward pass on each stage is followed by those of the stages before it.
     """
     w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
     m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
-    weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
-    single = weight * w + (weight - 1) * x
-    chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
-    interleaved = m / p * (w + x + np.asarray(repeated)) + t * chunk * (p - 1) * (p - 2) / (2 * p)
     whole = m * t * np.ceil(layers / p)
-    return np.asarray(np.maximum(np.where(v == 1, single, interleaved), whole))
+    mean = m / p * (w + x + np.asarray(repeated))
+    if not drains:
+        return np.asarray(np.maximum(mean, whole))
+    weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
+    chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
+    interleaved = mean + t * chunk * (p - 1) * (p - 2) / (2 * p)
+    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x), interleaved), whole))
 
 
 def last_chunk_layers(incumbent_s: float, layer_s: npt.ArrayLike, layers: int) -> Floats:
@@ -150,13 +159,17 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     work, fastest = work * scale, fastest * scale
     sums = _tails(best, grid, counts, work)
     exchange = exchange_time_s(profile, hops, grid.vpp)
-    transfers = np.where(grid.pp > 1, 2.0 * (grid.pp - 1) * grid.vpp * exchange, 0.0)
+    sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
+    transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
     if incumbent_s is not None:
         most = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
         last_chunk = np.asarray(most, dtype=np.float64)
     repeated = _repeated(best, grid, last_chunk) * scale
-    lower = work_bound_s(work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated)
+    lower = work_bound_s(
+        work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
+        drains=shape.schedule in DRAINED,
+    )  # fmt: skip
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
     return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
 
@@ -165,7 +178,7 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     """(B6) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
     out = np.zeros(len(grid))
-    if not instance.rules.uniform_recompute:
+    if not instance.rules.uniform_recompute or shape.schedule != "interleaved-1f1b":
         return out
     params = tables.kind_params(shape.tp)
     middle = np.maximum(grid.pp - 2, 1)
@@ -224,7 +237,10 @@ def least_memory(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> F
             for pipelined in (False, True):
                 chosen = rows & ((grid.pp > 1) == pipelined)
                 ends = end_params_on_device(instance, shape.tp, head=False) + end_params_on_device(
-                    instance, shape.tp, head=True, with_tied_copy=tied_copy(instance, 2 if pipelined else 1)
+                    instance,
+                    shape.tp,
+                    head=True,
+                    with_tied_copy=tied_copy(instance, 2 if pipelined else 1, shape.schedule),
                 )
                 held = KindParams(params + ends, 0)
                 states = state_bytes(instance, held, shape.replicated(int(dp))).total

@@ -3,6 +3,7 @@
 (N1) tp ranges over the degrees that the rules' tensor checks admit; pp x vpp over the pipelines of at most L + 2
      chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's
      stages; sequence parallelism is on or off for tp > 1 where tp divides the sequence length.
+     The schedule is one of the pack's that the pipeline and the micro-batches can run (data/pipeline.py).
 (N2) devices = tp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, pp, dp over the levels of the cluster so that the product at each level does not
      exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along
@@ -15,30 +16,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import SCHEDULES, layout, schedules_of
 from shardwise.data.plan import Degrees, Placement
 from shardwise.data.rules import expert_faults, is_linear, pipeline_faults, tensor_faults
 from shardwise.formulations.layer_costs import Sharding
+from shardwise.formulations.timeline import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.data.instance import Instance
+    from shardwise.data.pipeline import Layout
+    from shardwise.data.plan import Plan
 
 Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The part of a candidate that vectorises badly: tensor-parallel degree, sequence parallelism, ZeRO stage."""
+class GridShape:
+    """The part of a candidate that vectorises badly."""
 
     tp: int
     sequence_parallel: bool
     zero: int
+    schedule: str
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
@@ -51,9 +58,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Grid:
-    """(N1), (N2) of one `Shape`: equally long columns, one row per candidate before placement."""
+    """(N1), (N2) of one `GridShape`: equally long columns, one row per candidate before placement."""
 
-    shape: Shape
+    shape: GridShape
     pp: Column
     vpp: Column
     dp: Column
@@ -77,21 +84,36 @@ class Grid:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Degrees with a placement."""
+    """Degrees with a placement and a schedule."""
 
     degrees: Degrees
     placement: Placement
     micro_batches: int
+    schedule: str
+
+    @property
+    def shape(self) -> Shape:
+        """What the order of its passes depends on."""
+        return Shape(self.schedule, self.degrees.pp, self.degrees.vpp, self.micro_batches)
+
+    def is_of(self, plan: Plan) -> bool:
+        """Whether `plan` is one of the candidate's."""
+        return (plan.degrees, plan.placement, plan.schedule) == (self.degrees, self.placement, self.schedule)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where its chunks lie."""
+        return layout(self.schedule, self.degrees.pp, self.degrees.vpp)
 
     @cached_property
     def tie_key(self) -> tuple[int, ...]:
-        """Fewer devices, then a shorter pipeline, less tensor parallelism, fewer chunks, smaller micro-batches, ZeRO-1
-        before ZeRO-0, sequence parallelism before none, then the placement that packs the inner levels fullest with the
-        faster axes."""
+        """Fewer devices, then a shorter pipeline, less tensor parallelism, fewer chunks, schedules as `SCHEDULES` lists
+        them, smaller micro-batches, ZeRO-1 before ZeRO-0, sequence parallelism before none, then the placement that packs
+        the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.dp, p.pp, strict=True) for factor in level)
         return (
-            d.devices, d.pp, d.tp, d.vpp, d.micro_batch, -d.zero, -int(d.sequence_parallel),
+            d.devices, d.pp, d.tp, d.vpp, SCHEDULES.index(self.schedule), d.micro_batch, -d.zero, -int(d.sequence_parallel),
             *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
@@ -103,19 +125,19 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_grids(instance: Instance) -> Iterator[Grid]:
-    """(N1), (N2): all candidates before placement, one grid per `Shape`."""
+    """(N1), (N2): all candidates before placement, one grid per `GridShape`."""
     limits, rules, workload = instance.limits, instance.rules, instance.workload
     devices = min(instance.cluster.device_count, limits.range("devices").high)
     pipelines = pipeline_table(instance, devices)
     batches = batch_table(instance, devices)
     if not len(pipelines) or not len(batches):
         return
-    pp, vpp = pipelines[:, :1], pipelines[:, 1:]
+    pp = pipelines[:, :1]
     dp, micro_batch, micro_batches = batches.T
-    grouped = (vpp == 1) | (micro_batches % pp == 0) if rules.interleave_group_is_pp else np.ones_like(pp + dp, bool)
-    for tp in tensor_degrees(instance, devices):
+    runs = {name: _runs(name, pipelines, micro_batches, instance) for name in rules.schedules}
+    for tp, schedule in product(tensor_degrees(instance, devices), rules.schedules):
         used = tp * pp * dp
-        legal = grouped & (used <= devices) & (used >= limits.range("devices").low)
+        legal = runs[schedule] & (used <= devices) & (used >= limits.range("devices").low)
         rows, columns = np.nonzero(legal)
         if not len(rows):
             continue
@@ -129,13 +151,28 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
             for zero in rules.zero_stages:
                 if limits.admits("zero", zero):
                     yield Grid(
-                        Shape(tp, sequence_parallel, zero),
+                        GridShape(tp, sequence_parallel, zero, schedule),
                         pipelines[rows, 0],
                         pipelines[rows, 1],
                         dp[columns],
                         micro_batch[columns],
                         micro_batches[columns],
                     )
+
+
+def _runs(schedule: str, pipelines: Column, micro_batches: Column, instance: Instance) -> npt.NDArray[np.bool_]:
+    """Which pipelines (rows) run a schedule with which micro-batches (columns)."""
+    rules = instance.rules
+    out = np.zeros((len(pipelines), len(micro_batches)), dtype=bool)
+    for row, (pp, vpp) in enumerate(pipelines.tolist()):
+        if schedule not in schedules_of(pp, vpp):
+            continue
+        out[row] = True
+        if schedule == "interleaved-1f1b" and rules.interleave_group_is_pp:
+            out[row] = micro_batches % pp == 0
+        elif schedule == "dualpipe-v":
+            out[row] = micro_batches >= 2 * pp
+    return out
 
 
 def tensor_degrees(instance: Instance, devices: int) -> list[int]:

@@ -34,6 +34,8 @@ from shardwise.data.pipeline import SPLIT, layout
 FORWARD, BACKWARD, INPUT, WEIGHT = 0, 1, 2, 3
 """Kinds of passes; `BACKWARD` is both gradients at once, `INPUT` and `WEIGHT` are its parts."""
 
+DRAINED = frozenset({"1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe"})
+"""Schedules whose last pass on each stage is the backward pass of its first chunk."""
 UNSYNCHRONISED = frozenset({"zb-h1", "zb-2p", "zb-v"})
 """Schedules whose optimizer does not wait for the other stages (arXiv 2401.10241, section 4)."""
 
@@ -49,8 +51,8 @@ def orders(schedule: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[
 def _order(schedule: str, p: int, v: int, m: int, k: int) -> list[Op]:
     if schedule == "gpipe":
         rows = range(v)
-        ahead = [(FORWARD, row * p + k, i) for row in rows for i in range(m)]
-        return ahead + [(BACKWARD, row * p + k, i) for row in reversed(rows) for i in range(m)]
+        first = [(FORWARD, row * p + k, i) for row in rows for i in range(m)]
+        return first + [(BACKWARD, row * p + k, i) for row in reversed(rows) for i in range(m)]
     if schedule == "zb-v":
         return _zb_v(p, m, k)
     if schedule == "dualpipe-v":

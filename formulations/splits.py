@@ -1,21 +1,27 @@
 """The best split of the layers of one candidate: an exact minimum of a relaxation, in integer units.
 
 (P1) v = 1. With the layers before stage k fixed, fill and drain without recompute are known, so the step is at least
-     the largest over k of  max(A_k + drain to stage 0 + floor tail of the embedding, A_k + X_k).  A dynamic program
-     over (stage, first layer) minimises that maximum.
+     the largest over k of the simple path (T6) through stage k, and of its drain to stage 0 with the floor tail of the
+     embedding. A dynamic program over (stage, first layer) minimises that maximum, and a best-first search through it
+     finds all splits in ascending order.
 (P2) v > 1. Even chunks leave two numbers to choose, the layers of the first and of the last chunk; all pairs are tried
-     at once.
+     at once. Interleaved, one more path is simple: the first micro-batch passes all chunks up to the last one of stage k,
+     which has had p micro-batches on each of its other chunks by then, and so backwards at the end.
 (P3) recompute: each stage takes on its own the cheapest setting that fits its memory, of one mode for all stages where
      the pack wants that (the modes are then tried one by one, and full recompute repeats at least one layer of every
      chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
-     memory is taken at one moment of the schedule only, right after the warm-up.
+     memory is taken at one moment of the schedule only.
 
-So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. With v > 1 and one
-setting for all stages the value of a split is its step time, once its memory is checked at every moment.
+So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. With v = 1, or one
+setting for all stages, no plan of a split repeats less on any stage than the split says, and every path is longer where
+more is repeated: trying the splits in order, each with its least setting that fits at every moment, finds the best plan
+of the candidate.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -23,11 +29,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Plan, Recompute, Stage
-from shardwise.formulations.schedule import in_flight_after_warm_up
+from shardwise.formulations.passes import links_of
+from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Candidate
@@ -46,6 +54,49 @@ class Split:
     bound: int
     cuts: tuple[int, ...]
     settings: tuple[tuple[Recompute, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _StageChoices:
+    """(P1) What each size of a stage costs, by the layers before it: rows from `first` on, columns from `least` on.
+
+    cost
+        The paths through the stage.
+    onward
+        The largest of it and of the best that can follow.
+    mode, block
+        The recompute setting.
+    """
+
+    first: int
+    least: int
+    cost: Ints
+    onward: Ints
+    mode: Ints
+    block: Ints
+
+
+def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
+    """(P1) The splits within `limit`, best first: the bound of a part is its cost and the best that can follow it."""
+    if not choices:
+        return
+    serial = itertools.count()
+    open_parts: list[tuple[int, int, int, int, tuple[int, ...], tuple[tuple[Recompute, int], ...]]] = [
+        (0, 0, next(serial), 0, (0,), ())
+    ]
+    while open_parts:
+        bound, deep, _, cost, cuts, settings = heapq.heappop(open_parts)
+        if -deep == len(choices):
+            yield Split(bound, cuts, settings)
+            continue
+        stage = choices[-deep]
+        row = cuts[-1] - stage.first
+        for column in np.nonzero(stage.onward[row] <= limit)[0].tolist():
+            part = max(cost, int(stage.cost[row, column]))
+            setting = _MODES[int(stage.mode[row, column])], int(stage.block[row, column])
+            grown = (*cuts, cuts[-1] + stage.least + column)
+            ahead = max(cost, int(stage.onward[row, column]))
+            heapq.heappush(open_parts, (ahead, deep - 1, next(serial), part, grown, (*settings, setting)))
 
 
 class SplitSearch:
@@ -70,24 +121,18 @@ class SplitSearch:
         np.cumsum(np.asarray(per_kind, dtype=np.int64)[self.kinds], out=out[1:])
         return out
 
-    def best(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> list[Split]:
-        """Relaxed splits within `limit` units and memory, so that no plan of the candidate is below the smallest bound.
-
-        With v > 1 every split is there, ascending by bound. With v = 1 one of each recompute mode that improves on the
-        modes before it.
-        """
-        memory = self.tables.memory(candidate.degrees)
-        found: list[Split] = []
+    def ascending(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> Iterator[Split]:
+        """Every relaxed split within `limit` units and memory, ascending by bound: no plan of the candidate is below the
+        first, and no plan of a split that is still to come below the last."""
+        memory = self.tables.memory(candidate.degrees, candidate.schedule)
         splits = self._even_splits(candidate, time, limit) if candidate.degrees.vpp > 1 else None
+        found: list[Iterable[Split]] = []
         for modes in self.mode_sets:
-            if candidate.degrees.vpp > 1:
-                found += [] if splits is None else self._interleaved(candidate, memory, limit, modes, *splits)
-            else:
-                split = self._single(candidate, time, memory, limit, modes)
-                if split is not None:
-                    found.append(split)
-                    limit = split.bound - 1
-        return sorted(found, key=lambda split: split.bound)
+            if candidate.degrees.vpp == 1:
+                found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
+            elif splits is not None:
+                found.append(self._interleaved(candidate, memory, limit, modes, *splits))
+        return heapq.merge(*found, key=lambda split: split.bound)
 
     def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
         """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""
@@ -97,21 +142,22 @@ class SplitSearch:
             self._kept_prefixes[key] = self.prefix(kept)
         return self._kept_prefixes[key]
 
-    def _single(
+    def _stage_choices(
         self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
-    ) -> Split | None:
-        """(P1)."""
+    ) -> list[_StageChoices]:
+        """(P1) The dynamic program, the first stage first; nothing where no split is within `limit`."""
         p, m, total = candidate.degrees.pp, candidate.micro_batches, self.layers
-        most = self._most_layers(time, limit)
-        busy, forward, backward = (self.prefix(c) for c in (time.busy, time.forward, time.backward))
+        ends = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
+        most = self._most_layers(time, m, limit)
+        busy = m * self.prefix(_both(time))
+        forward, backward = self.prefix(time.forward), self.prefix(time.backward)
         floor, overlap = self.prefix(time.tail_floor), self.prefix(time.tail_overlap)
         state = self.prefix(memory.state)
-        hops = (
-            np.concatenate(([0], np.cumsum(np.asarray(time.hops, dtype=np.int64)))) if p > 1 else np.zeros(1, np.int64)
-        )
+        sends, lags = _links(time, p)
+        fill, drain = np.cumsum(sends[1:] + lags[1:]), np.cumsum(sends[:-1] + lags[1:])
         value = np.full(total + 1, INFINITE)
         value[total] = 0
-        choices: list[tuple[Ints, Ints, Ints, Ints]] = []
+        choices: list[_StageChoices] = []
         for k in reversed(range(p)):
             least = 0 if k in (0, p - 1) and p > 1 else 1
             first = np.arange(
@@ -121,49 +167,39 @@ class SplitSearch:
                 first = np.zeros(1, dtype=np.int64)
             size = np.arange(least, most + 1)
             if not len(first) or not len(size):
-                return None
+                return []
             start = first[:, None]
             end = np.minimum(start + size, total)
-            flying = in_flight_after_warm_up(p, 1, m, k)[0]
+            flying = in_flight_once(p, 1, m, k, candidate.schedule)[0]
             extra, mode, block = self._stage_recompute(memory, time, state, start, end, flying, k, p, modes)
-            work = busy[end] - busy[start] + extra + int(time.transfers[k])
+            extra = np.where(extra < INFINITE // 4, m * extra, INFINITE // 2)
+            work = busy[end] - busy[start] + extra + m * int(sends[k] + (sends[k + 1] if k < p - 1 else 0))
             tail_floor, tail_overlap = floor[end] - floor[start], overlap[end] - overlap[start]
-            if k == 0:
-                work = work + int(time.embedding_busy)
-                tail_floor = tail_floor + int(time.embedding_tail_floor)
-                tail_overlap = tail_overlap + int(time.embedding_tail_overlap)
-            if k == p - 1:
-                work = work + int(time.head_busy)
-                tail_floor = tail_floor + int(time.head_tail_floor)
-                tail_overlap = tail_overlap + int(time.head_tail_overlap)
+            for unit, stage in ((-2, 0), (-1, p - 1)):
+                if k == stage:
+                    work = work + m * int(time.forward[unit] + time.backward[unit])
+                    tail_floor = tail_floor + int(time.tail_floor[unit])
+                    tail_overlap = tail_overlap + int(time.tail_overlap[unit])
             tied = int(time.tied) if p > 1 and k in (0, p - 1) else 0
             tail = np.maximum(tail_floor, tail_overlap) + tied
-            before = forward[start] + hops[k] + (int(time.embedding_forward) if k else 0)
-            after = backward[start] + hops[k] + (int(time.embedding_backward) if k else 0)
-            drained = after + int(time.embedding_tail_floor) + (int(time.tied) if p > 1 else 0)
-            cost = int(time.overhead) + before + work + np.maximum(tail, drained if k else tail)
+            cost = work + int(time.overhead)
+            if k and ends[0]:
+                cost = cost + forward[start] + int(time.forward[-2]) + int(fill[k - 1])
+            if k and ends[1]:
+                drained = backward[start] + int(time.backward[-2]) + int(drain[k - 1])
+                tail = np.maximum(tail, drained + int(time.tail_floor[-2]) + (int(time.tied) if p > 1 else 0))
+            cost = cost + tail
             cost = np.where((extra < INFINITE // 4) & (start + size <= total), cost, INFINITE)
             onward = np.maximum(cost, value[end])
-            pick = np.argmin(onward, axis=1)
-            rows = np.arange(len(first))
-            choices.append((first, size[pick], mode[rows, pick], block[rows, pick]))
+            choices.append(_StageChoices(int(first[0]), least, cost, onward, mode, block))
             value = np.full(total + 1, INFINITE)
-            value[first] = onward[rows, pick]
-        bound = int(value[0])
-        if bound > limit:
-            return None
-        cuts, settings, position = [0], [], 0
-        for first, size, mode, block in reversed(choices):
-            row = int(position - first[0])
-            settings.append((_MODES[int(mode[row])], int(block[row])))
-            position += int(size[row])
-            cuts.append(position)
-        return Split(bound, tuple(cuts), tuple(settings))
+            value[first] = onward.min(axis=1)
+        return choices[::-1] if value[0] <= limit else []
 
-    def _most_layers(self, time: TimeCoefficients, limit: int) -> int:
+    def _most_layers(self, time: TimeCoefficients, micro_batches: int, limit: int) -> int:
         """No stage of a plan within `limit` holds more layers than this."""
         room = limit - int(time.overhead)
-        fastest = min(time.busy)
+        fastest = micro_batches * min(_both(time)[:-2])
         return self.layers if fastest <= 0 else max(0, min(self.layers, int(room // fastest)))
 
     def _stage_recompute(
@@ -189,7 +225,7 @@ class SplitSearch:
         if "full" in modes:
             full = self._kept(memory, flying, "full")
             saved = none - full
-            again = self.prefix(time.busy_full)
+            again = self.prefix(time.full)
             need = np.maximum(plain + memory.working - spare, 0)
             least = 1 if modes == ("full",) else 0
             until = np.maximum(np.searchsorted(saved, saved[start] + need), np.minimum(start + least, end))
@@ -201,10 +237,10 @@ class SplitSearch:
             block = np.where(reachable, np.maximum(until - start, 1), block)
             if least and np.any(start == end):
                 empty = (start == end) & (spare >= 0)
-                extra, block = np.where(empty, 0, extra), np.where(empty, 1, block)
+                extra, mode, block = np.where(empty, 0, extra), np.where(empty, 2, mode), np.where(empty, 1, block)
         if "selective" in modes:
             selective = self._kept(memory, flying, "selective")
-            again = self.prefix(time.busy_selective)
+            again = self.prefix(time.selective)
             cost = again[end] - again[start]
             better = (selective[end] - selective[start] <= spare) & (cost < extra)
             extra, mode, block = np.where(better, cost, extra), np.where(better, 1, mode), np.where(better, 0, block)
@@ -215,15 +251,15 @@ class SplitSearch:
 
     def _even_splits(self, candidate: Candidate, time: TimeCoefficients, limit: int) -> tuple[Ints, _ChunkSums] | None:
         """(P2) The cuts of every even split that is within `limit` without recompute, and their sums."""
-        p, v = candidate.degrees.pp, candidate.degrees.vpp
-        cuts = even_cuts(self.layers, p, v, self._most_layers(time, limit))
-        busy = self.prefix(time.busy)
-        cuts = cuts[
-            (busy[cuts[:, 1:]] - busy[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= limit
-        ]
+        p, v, m = candidate.degrees.pp, candidate.degrees.vpp, candidate.micro_batches
+        columns = _columns(candidate)
+        cuts = even_cuts(self.layers, p, v, self._most_layers(time, m, limit), folded=candidate.schedule in FOLDED)
+        busy = m * self.prefix(_both(time))
+        worked = (busy[cuts[:, 1:]] - busy[cuts[:, :-1]])[:, columns].sum(axis=1)
+        cuts = cuts[worked.max(axis=1, initial=0) <= limit]
         if not len(cuts):
             return None
-        sums = _ChunkSums.of(self.prefix, time, cuts, p, v)
+        sums = _ChunkSums.of(self.prefix, time, cuts, candidate)
         within = sums.value(0) <= limit
         return (cuts[within], sums.rows(within)) if within.any() else None
 
@@ -231,9 +267,9 @@ class SplitSearch:
         self, candidate: Candidate, memory: MemoryCoefficients, limit: int, modes: Modes, cuts: Ints, sums: _ChunkSums
     ) -> list[Split]:
         """(P2) under one set of recompute modes."""
-        p, v, time = candidate.degrees.pp, candidate.degrees.vpp, sums.time
+        p, time = candidate.degrees.pp, sums.time
         if modes in (("selective",), ("full",)):
-            chosen = sums.value(self._least_extra(time, cuts, p, v, modes)) <= limit
+            chosen = sums.value(self._least_extra(time, cuts, candidate, modes)) <= limit
             if not chosen.any():
                 return []
             cuts, sums = cuts[chosen], sums.rows(chosen)
@@ -253,13 +289,13 @@ class SplitSearch:
             for row in within[np.argsort(value[within], kind="stable")]
         ]
 
-    def _least_extra(self, time: TimeCoefficients, cuts: Ints, p: int, v: int, modes: Modes) -> Ints:
+    def _least_extra(self, time: TimeCoefficients, cuts: Ints, candidate: Candidate, modes: Modes) -> Ints:
         """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
-        again = self.prefix(time.busy_selective if modes == ("selective",) else time.busy_full)
+        again = self.prefix(time.selective if modes == ("selective",) else time.full)
         start, end = cuts[:, :-1], cuts[:, 1:]
         until = end if modes == ("selective",) or self.whole else np.minimum(start + 1, end)
-        extra: Ints = (again[until] - again[start]).reshape(-1, v, p).sum(axis=1)
-        return extra
+        extra: Ints = (again[until] - again[start])[:, _columns(candidate)].sum(axis=1)
+        return candidate.micro_batches * extra
 
     def _kept_by(
         self,
@@ -274,7 +310,7 @@ class SplitSearch:
         """MiB of activations after the warm-up when each chunk is in `mode` up to `middle` and keeps all after it."""
         d = candidate.degrees
         total = np.zeros(len(start), np.int64)
-        for row, count in enumerate(in_flight_after_warm_up(d.pp, d.vpp, candidate.micro_batches, stage)):
+        for row, count in enumerate(in_flight_once(d.pp, d.vpp, candidate.micro_batches, stage, candidate.schedule)):
             head, plain = self._kept(memory, count, mode), self._kept(memory, count, "none")
             total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
         return total
@@ -282,7 +318,7 @@ class SplitSearch:
     def _most_saved(self, candidate: Candidate, memory: MemoryCoefficients, stage: int) -> int:
         """MiB that full recompute of one more layer of every chunk of the stage frees at most, after the warm-up."""
         d, saved = candidate.degrees, 0
-        for count in in_flight_after_warm_up(d.pp, d.vpp, candidate.micro_batches, stage):
+        for count in in_flight_once(d.pp, d.vpp, candidate.micro_batches, stage, candidate.schedule):
             key = (id(memory), count)
             if key not in self._saved:
                 freed = np.diff(self._kept(memory, count, "none") - self._kept(memory, count, "full"))
@@ -298,14 +334,16 @@ class SplitSearch:
         Stage by stage the block grows until the stage fits; splits whose value with that block is above `limit` are
         dropped at once, and most are after the first stage.
         """
-        p, v, time = candidate.degrees.pp, candidate.degrees.vpp, sums.time
-        states, again, drain = (self.prefix(c) for c in (memory.state, time.busy_full, time.backward_full))
+        p, m, time = candidate.degrees.pp, candidate.micro_batches, sums.time
+        columns = _columns(candidate)
+        states, again = self.prefix(memory.state), self.prefix(time.full)
         sizes = np.diff(cuts)
         blocks = np.maximum(sizes.max(axis=1), 1) if self.whole else np.ones(len(cuts), np.int64)
         value = np.zeros(len(cuts), np.int64)
         for k in range(p):
-            base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
-            start, end = cuts[:, k:-1:p], cuts[:, k + 1 :: p]
+            own = columns[:, k]
+            base = memory.fixed + memory.embedding * (0 in own) + memory.head * (cuts.shape[1] - 2 in own)
+            start, end = cuts[:, own], cuts[:, own + 1]
             spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
             spare = spare - np.where((end > start).any(axis=1), memory.working, 0)
             largest = np.diff(cuts).max(axis=1)
@@ -321,9 +359,8 @@ class SplitSearch:
                 step = -(-missing // saved) if saved > 0 else largest
                 blocks = np.where(grow, np.minimum(blocks + step, largest), blocks)
             until = np.minimum(cuts[:, :-1] + blocks[:, None], cuts[:, 1:])
-            extra = (again[until] - again[cuts[:, :-1]]).reshape(-1, v, p).sum(axis=1)
-            drained = (drain[until] - drain[cuts[:, :-1]])[:, :p]
-            value = sums.value(extra, drained)
+            repeated = again[until] - again[cuts[:, :-1]]
+            value = sums.value(m * repeated[:, columns].sum(axis=1), repeated[:, :p])
             alive = ~over & (value <= limit)
             cuts, blocks, value, sums = cuts[alive], blocks[alive], value[alive], sums.rows(alive)
             if not len(cuts):
@@ -338,11 +375,12 @@ class SplitSearch:
         rows = np.arange(len(cuts))
         shape = (len(cuts), p)
         extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        again, selective = self.prefix(time.busy_full), self.prefix(time.busy_selective)
-        states = self.prefix(memory.state)
+        again, selective = (candidate.micro_batches * self.prefix(c) for c in (time.full, time.selective))
+        states, columns = self.prefix(memory.state), _columns(candidate)
         for k in range(p):
-            start, end = cuts[:, k:-1:p], cuts[:, k + 1 :: p]
-            base = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == p - 1 else 0)
+            own = columns[:, k]
+            start, end = cuts[:, own], cuts[:, own + 1]
+            base = memory.fixed + memory.embedding * (0 in own) + memory.head * (cuts.shape[1] - 2 in own)
             spare = memory.capacity - base - (states[end] - states[start]).sum(axis=1)
 
             def kept(middle: Ints, mode: str, *, start: Ints = start, end: Ints = end, k: int = k) -> Ints:
@@ -375,62 +413,122 @@ class SplitSearch:
         return rows, extra, mode, block
 
 
+def _both(time: TimeCoefficients) -> tuple[float, ...]:
+    """Forward and backward pass of each unit."""
+    return tuple(f + b for f, b in zip(time.forward, time.backward, strict=True))
+
+
+def _links(time: TimeCoefficients, p: int) -> tuple[Ints, Ints]:
+    """What a stage sends and the rest of the transfer, of the link before each stage; stage 0 has none."""
+    sends, lags = (np.array([0, *(int(x) for x in values[: p - 1])], np.int64) for values in (time.sends, time.lags))
+    return sends, lags
+
+
+def _columns(candidate: Candidate) -> Ints:
+    """Chunks by row and stage, shape (v, p)."""
+    return np.array([candidate.layout.chunks_of(k) for k in range(candidate.degrees.pp)]).T
+
+
 @dataclass(frozen=True)
 class _ChunkSums:
-    """Sums of the time coefficients over the chunks of many splits: one row per split."""
+    """Sums of the time coefficients over the chunks of many splits: one row per split.
+
+    busy, tail
+        Per stage.
+    forward, backward
+        Per stage: one pass of its first chunk and the transfer that follows it.
+    late_start, late_end
+        (P2) per stage, interleaved: what the first pass of its last chunk adds to the time before it, and the last
+        backward pass of that chunk to the time behind it.
+    """
 
     time: TimeCoefficients
+    schedule: str
     busy: Ints
     forward: Ints
     backward: Ints
     tail: Ints
+    late_start: Ints
+    late_end: Ints
 
     @staticmethod
     def of(
-        prefix: Callable[[tuple[float, ...]], Ints], time: TimeCoefficients, cuts: Ints, p: int, v: int
+        prefix: Callable[[tuple[float, ...]], Ints], time: TimeCoefficients, cuts: Ints, candidate: Candidate
     ) -> _ChunkSums:
-        """Per stage busy time and tail; per stage the passes of its first chunk."""
-        table = np.stack(
-            [prefix(c) for c in (time.busy, time.tail_floor, time.tail_overlap, time.forward, time.backward)]
-        )
+        """Of all `cuts`, shape (rows, chunks + 1)."""
+        p, m, columns = candidate.degrees.pp, candidate.micro_batches, _columns(candidate)
+        table = np.stack([prefix(c) for c in (time.forward, time.backward, time.tail_floor, time.tail_overlap)])
         chunk = np.diff(table[:, cuts])
-        busy, floor, overlap = chunk[:3].reshape(3, -1, v, p).sum(axis=2)
-        forward, backward = chunk[3, :, :p].copy(), chunk[4, :, :p].copy()
-        busy += np.asarray(time.transfers, dtype=np.int64)
-        busy[:, 0] += int(time.embedding_busy)
-        busy[:, -1] += int(time.head_busy)
-        forward[:, 0] += int(time.embedding_forward)
-        backward[:, 0] += int(time.embedding_backward)
-        floor[:, 0] += int(time.embedding_tail_floor)
-        overlap[:, 0] += int(time.embedding_tail_overlap)
-        floor[:, -1] += int(time.head_tail_floor)
-        overlap[:, -1] += int(time.head_tail_overlap)
-        tail = np.maximum(floor, overlap)
+        for row, values in enumerate((time.forward, time.backward, time.tail_floor, time.tail_overlap)):
+            chunk[row, :, 0] += int(values[-2])
+            chunk[row, :, -1] += int(values[-1])
+        sends = np.array([*(int(x) for x in time.sends[:p]), 0], np.int64)
+        for row, links in enumerate(links_of(candidate.layout, p)):
+            chunk[row] += sends[links]
+        forward, backward, floor, overlap = chunk
+        lags = np.array([0, *(int(x) for x in time.lags[: p - 1])], np.int64)
+        tail = np.maximum(floor[:, columns].sum(axis=1), overlap[:, columns].sum(axis=1))
         tail[:, [0, -1]] += int(time.tied)
-        return _ChunkSums(time, busy, forward, backward, tail)
+        late = (
+            [_late(passes, candidate, time) for passes in (forward, backward)]
+            if candidate.schedule == "interleaved-1f1b" and m >= p
+            else [np.zeros_like(tail)] * 2
+        )
+        return _ChunkSums(
+            time,
+            candidate.schedule,
+            m * (forward + backward)[:, columns].sum(axis=1),
+            forward[:, : p - 1] + lags[1:],
+            backward[:, : p - 1] + lags[1:],
+            tail,
+            *late,
+        )
 
     def rows(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> _ChunkSums:
         """The sums of some of the splits."""
-        return _ChunkSums(self.time, self.busy[chosen], self.forward[chosen], self.backward[chosen], self.tail[chosen])
+        parts = (self.busy, self.forward, self.backward, self.tail, self.late_start, self.late_end)
+        return _ChunkSums(self.time, self.schedule, *(part[chosen] for part in parts))
 
-    def value(self, extra: Ints | int, drained: Ints | int = 0) -> Ints:
-        """(T1)-(T5) of each split, with `extra` busy time per stage and `drained` more in the first chunk's backward."""
-        hops = np.asarray(self.time.hops, dtype=np.int64)
+    def value(self, extra: Ints | int, repeated: Ints | int = 0) -> Ints:
+        """(T6) of each split, with `extra` busy time per stage and `repeated` more in the first chunk's backward pass."""
         ends = self.busy + extra
-        ends[:, 1:] += np.cumsum(self.forward[:, :-1] + hops, axis=1)
-        # E_j is the latest of A_k plus the drain from k to j: shifted by the drain to stage 0, a running maximum.
-        drain = np.zeros_like(ends)
-        np.cumsum((self.backward + drained)[:, :-1] + hops, axis=1, out=drain[:, 1:])
-        ends = np.maximum.accumulate((ends + drain)[:, ::-1], axis=1)[:, ::-1] - drain
+        if self.schedule not in UNSYNCHRONISED:
+            starts = np.zeros_like(ends)
+            np.cumsum(self.forward, axis=1, out=starts[:, 1:])
+            ends += np.maximum(starts, self.late_start)
+        if self.schedule in DRAINED:
+            # The end of stage j is the latest arrival plus the drain to it: shifted by the drain to stage 0, a running
+            # maximum.
+            drain = np.zeros_like(ends)
+            more = repeated if isinstance(repeated, int) else repeated[:, :-1]
+            np.cumsum(self.backward + more, axis=1, out=drain[:, 1:])
+            last = (ends + (self.late_end if isinstance(extra, int) else 0)).max(axis=1)
+            ends = np.maximum.accumulate((ends + drain)[:, ::-1], axis=1)[:, ::-1] - drain
+            ends[:, 0] = np.maximum(ends[:, 0], last)
         value: Ints = int(self.time.overhead) + (ends + self.tail).max(axis=1)
         return value
 
 
+def _late(passes: Ints, candidate: Candidate, time: TimeCoefficients) -> Ints:
+    """(P2) The way of one micro-batch through all chunks before the last one of each stage, less the passes of p
+    micro-batches that the stage has for its earlier chunks in the meantime."""
+    d = candidate.degrees
+    lags = np.array([*(int(x) for x in time.lags[: d.pp])], np.int64)
+    way = np.zeros((len(passes), d.virtual_stages + 1), np.int64)
+    np.cumsum(passes + lags[np.arange(d.virtual_stages) % d.pp], axis=1, out=way[:, 1:])
+    earlier = passes.reshape(-1, d.vpp, d.pp)[:, :-1].sum(axis=1)
+    late: Ints = way[:, (d.vpp - 1) * d.pp : d.virtual_stages] - d.pp * earlier
+    return late
+
+
 @lru_cache(maxsize=512)
-def even_cuts(layers: int, p: int, v: int, most: int) -> Ints:
+def even_cuts(layers: int, p: int, v: int, most: int, *, folded: bool = False) -> Ints:
     """(P2) The cuts of all even chunkings that leave at most `most` layers on a stage; one row each."""
     sizes = even_chunks(layers, p * v, most)
-    sizes = sizes[sizes.reshape(-1, v, p).sum(axis=1).max(axis=1, initial=0) <= most]
+    rows = sizes.reshape(-1, v, p)
+    if folded:
+        rows = np.concatenate((rows[:, :1], rows[:, 1:, ::-1]), axis=1)
+    sizes = sizes[rows.sum(axis=1).max(axis=1, initial=0) <= most]
     cuts = np.zeros((len(sizes), p * v + 1), dtype=np.int64)
     np.cumsum(sizes, axis=1, out=cuts[:, 1:])
     return cuts
@@ -455,7 +553,7 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
     """
     d = candidate.degrees
     sizes = [b - a for a, b in zip(split.cuts, split.cuts[1:], strict=False)]
-    chunks = [tuple(sizes[k :: d.pp]) for k in range(d.pp)]
+    chunks = [tuple(sizes[i] for i in candidate.layout.chunks_of(k)) for k in range(d.pp)]
     options = [list(split.settings)]
     if instance.rules.uniform_recompute:
         modes = {mode for mode, _ in split.settings}
@@ -472,6 +570,7 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
             tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)),
             candidate.placement,
             candidate.micro_batches,
+            schedule=candidate.schedule,  # type: ignore[arg-type]
         )
         for option in options
     ]

@@ -225,7 +225,7 @@ def step_times_s(table: PlanTable, profile: Profile) -> Floats:
     out = np.empty(len(table))
     for same in table.same_shape:
         out[same.rows] = _pass_times(same, units, table).step(same.shape)
-    return out + _overhead(profile)
+    return np.asarray(out + _overhead(profile))
 
 
 def _unit_coefficients(table: PlanTable, profile: Profile) -> TimeCoefficients:

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, UNSYNCHRONISED, WEIGHT, layout, orders
+from shardwise.data.pipeline import layout
+from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, UNSYNCHRONISED, WEIGHT, orders
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[Any]
@@ -88,7 +89,10 @@ def graph(shape: Shape) -> Graph:
     starts = {run[0] for run in where.directions}
     count = sum(len(table) for table in tables)
     known: dict[tuple[int, int, int], int] = {}
-    stage_of, kinds, slot_of, micro = [], [], [], []
+    stage_of: list[int] = []
+    kinds: list[int] = []
+    slot_of: list[int] = []
+    micro: list[int] = []
     for k, table in enumerate(tables):
         for kind, slot, i in table:
             known[kind, slot, i] = len(kinds)

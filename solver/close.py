@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ortools.sat.python import cp_model
 
-from shardwise.formulations.cp import Formulation, Option, build
+from shardwise.formulations.cp import Option, build
+from shardwise.solver.evaluate import admitted_units
 
 if TYPE_CHECKING:
     from shardwise.data.plan import Plan
@@ -39,6 +40,8 @@ class Statistics:
     deterministic_time: float = 0.0
     wall_time_s: float = 0.0
     candidates: int = 0
+    cut_rounds: int = 0
+    cuts: int = 0
     settled: bool = True
     statuses: list[str] = field(default_factory=list)
 
@@ -63,6 +66,8 @@ class Statistics:
             "deterministic_time": self.deterministic_time,
             "wall_time_s": self.wall_time_s,
             "candidates": self.candidates,
+            "cut_rounds": self.cut_rounds,
+            "cuts": self.cuts,
             "tie_order_settled": self.settled,
         }
 
@@ -95,9 +100,35 @@ def close_waves(search: Search, statistics: Statistics, workers: int, seed: int,
 
 
 def close(search: Search, statistics: Statistics, options: tuple[Option, ...], workers: int, seed: int) -> bool:
-    """One CP-SAT solve: the best plan of `options` by step time, then tie order, if it beats the incumbent."""
+    """The best plan of `options` by step time, then tie order, if it beats the incumbent.
+
+    CP-SAT knows some paths through each schedule only. Where the plan that it returns takes longer than it says, the
+    longest path of that plan becomes a cut, and it is solved again.
+    """
+    for option in options:
+        seen = search.seen.get(option.candidate.tie_key)
+        if seen is not None:
+            search.cut_off(seen[1])
+    while True:
+        found = _solve(search, statistics, options, workers, seed)
+        if found is None:
+            return False
+        plan, claimed = found
+        if plan is None or accept(search, plan, options) <= claimed:
+            return True
+        if not search.cut_off(plan):
+            raise RuntimeError("a plan breaks the cut that its own longest path made")
+        statistics.cut_rounds += 1
+        statistics.cuts = len(search.cuts)
+        search.report("closing", options[0].bound * search.unit_s, len(search.open))
+
+
+def _solve(
+    search: Search, statistics: Statistics, options: tuple[Option, ...], workers: int, seed: int
+) -> tuple[Plan | None, int] | None:
+    """One CP-SAT solve: a plan and the units that it claims, no plan if none beats the incumbent; None out of time."""
     incumbent = search.incumbent
-    formulation = build(search.instance, options, search.most_units())
+    formulation = build(search.instance, options, search.most_units(), tuple(search.cuts))
     rank = {id(option): i for i, option in enumerate(sorted(options, key=lambda option: option.candidate.tie_key))}
     ranks = [rank[id(option)] for option in options]
     if incumbent is not None:
@@ -107,28 +138,30 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
                     formulation.choice.uses(c)
                 )
         formulation.add_hint(incumbent.plan, incumbent.units)
-    for c, option in enumerate(options):
-        if option.bound > 0:  # an admissible bound cuts no plan off, and spares CP-SAT the proof of it
-            formulation.model.add(formulation.clock.step >= option.bound).only_enforce_if(formulation.choice.uses(c))
     order = cp_model.LinearExpr.weighted_sum(formulation.choice.literals, ranks)
     formulation.model.minimize(formulation.clock.step * len(options) + order)
     solver = new_solver(search, workers, seed)
     status = solver.solve(formulation.model)
     statistics.add(solver, formulation.model, solver.status_name(status))
     log.debug("closed %d candidates: %s", len(options), solver.status_name(status))
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        plan = formulation.plan(solver.value)
-        accept(search, plan, formulation, options)
     if status == cp_model.MODEL_INVALID:
         raise RuntimeError(f"the formulation is invalid: {formulation.model.validate()}")
-    return status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    if status == cp_model.INFEASIBLE:
+        return None, 0
+    if status == cp_model.OPTIMAL:
+        return formulation.plan(solver.value), solver.value(formulation.clock.step)
+    if status == cp_model.FEASIBLE:
+        accept(search, formulation.plan(solver.value), options)
+    return None
 
 
-def accept(search: Search, plan: Plan, formulation: Formulation, options: tuple[Option, ...]) -> None:
-    """Offer a CP-SAT plan; the independent evaluation must admit it."""
-    option = next(o for o in options if o.candidate.degrees == plan.degrees and o.candidate.placement == plan.placement)
-    if search.offer(plan, option.candidate) is None:
+def accept(search: Search, plan: Plan, options: tuple[Option, ...]) -> int:
+    """Offer a CP-SAT plan, which the independent evaluation must admit; its units."""
+    option = next(option for option in options if option.candidate.is_of(plan))
+    units = search.offer(plan, option.candidate)
+    if units is None:
         raise RuntimeError("the formulation returned a plan that the evaluation does not admit")
+    return units
 
 
 def settle(search: Search, statistics: Statistics, seed: int) -> None:
@@ -137,51 +170,74 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
     assert incumbent is not None
     if search.settle_by_splits():
         return
-    memory = search.tables.memory(incumbent.candidate.degrees)
-    option = Option(incumbent.candidate, search.coefficients(incumbent.candidate), memory, 0)
-    recomputed, largest = None, None
+    recomputed: int | None = None
+    largest: int | None = None
     for step in ("recompute", "largest", "lexicographic"):
-        formulation = build(search.instance, (option,), incumbent.units)
-        model, chunks, recompute = formulation.model, formulation.chunks, formulation.recompute
-        layers = len(search.instance.model.layers)
-        fully = sum(recompute.full_layers)
-        partly = sum(variable for row in recompute.selected for variable in row)
-        settings = dict.fromkeys((*recompute.block, *recompute.selective))
-        amount = (fully + partly) * (layers + 1) * len(settings) + sum(settings)
-        most = model.new_int_var(0, layers, "largest_chunk")
-        model.add_max_equality(most, chunks.layers)
-        if recomputed is not None:
-            model.add(amount == recomputed)
-        if largest is not None:
-            model.add(most == largest)
-        solver = new_solver(search, 1, seed)
-        solver.parameters.max_deterministic_time = SETTLE_DETERMINISTIC_LIMIT
-        formulation.add_hint(search.incumbent.plan if search.incumbent else incumbent.plan, incumbent.units)
+        while True:
+            found = _settled(search, statistics, seed, step, recomputed, largest)
+            if found is None:
+                statistics.settled = False
+                return
+            plan, value = found
+            units = admitted_units(search.instance, plan, search.unit_s)
+            if units is None:
+                raise RuntimeError("the settled plan is not admitted by the evaluation")
+            if units <= incumbent.units:
+                break
+            if not search.cut_off(plan):
+                raise RuntimeError("a plan breaks the cut that its own longest path made")
+            statistics.cut_rounds += 1
+            statistics.cuts = len(search.cuts)
         if step == "recompute":
-            model.minimize(amount)
+            recomputed = value
         elif step == "largest":
-            model.minimize(most)
-        else:
-            # Depth-first search in a fixed order finds the lexicographically first solution first; presolve could
-            # replace the variables that the order speaks of.
-            model.clear_hints()  # type: ignore[no-untyped-call]
-            solver.parameters.search_branching = cp_model.FIXED_SEARCH
-            solver.parameters.cp_model_presolve = False
-            solver.parameters.stop_after_first_solution = True
-            model.add_decision_strategy(chunks.layers, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
-            model.add_decision_strategy(list(settings), cp_model.CHOOSE_FIRST, cp_model.SELECT_MIN_VALUE)
-        status = solver.solve(model)
-        statistics.add(solver, model, solver.status_name(status))
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or (
-            step != "lexicographic" and status != cp_model.OPTIMAL
-        ):
-            statistics.settled = False
-            return
-        if step == "recompute":
-            recomputed = round(solver.objective_value)
-        elif step == "largest":
-            largest = round(solver.objective_value)
+            largest = value
         else:
             search.incumbent = None
-            if search.offer(formulation.plan(solver.value), incumbent.candidate) is None:
-                raise RuntimeError("the settled plan is not admitted by the evaluation")
+            search.offer(plan, incumbent.candidate)
+
+
+def _settled(
+    search: Search, statistics: Statistics, seed: int, step: str, recomputed: int | None, largest: int | None
+) -> tuple[Plan, int] | None:
+    """The plan that is best by the order of one step, and its value; None where CP-SAT does not prove it in time."""
+    incumbent = search.incumbent
+    assert incumbent is not None
+    candidate = incumbent.candidate
+    memory = search.tables.memory(candidate.degrees, candidate.schedule)
+    option = Option(candidate, search.coefficients(candidate), memory, 0)
+    formulation = build(search.instance, (option,), incumbent.units, tuple(search.cuts))
+    model, chunks, recompute = formulation.model, formulation.chunks, formulation.recompute
+    layers = len(search.instance.model.layers)
+    fully = sum(recompute.full_layers)
+    partly = sum(variable for row in recompute.selected for variable in row)
+    settings = dict.fromkeys((*recompute.block, *recompute.selective))
+    amount = (fully + partly) * (layers + 1) * len(settings) + sum(settings)
+    most = model.new_int_var(0, layers, "largest_chunk")
+    model.add_max_equality(most, chunks.layers)
+    if recomputed is not None:
+        model.add(amount == recomputed)
+    if largest is not None:
+        model.add(most == largest)
+    solver = new_solver(search, 1, seed)
+    solver.parameters.max_deterministic_time = SETTLE_DETERMINISTIC_LIMIT
+    if step == "recompute":
+        formulation.add_hint(incumbent.plan, incumbent.units)
+        model.minimize(amount)
+    elif step == "largest":
+        formulation.add_hint(incumbent.plan, incumbent.units)
+        model.minimize(most)
+    else:
+        # Depth-first search in a fixed order finds the lexicographically first solution first; presolve could replace
+        # the variables that the order speaks of.
+        solver.parameters.search_branching = cp_model.FIXED_SEARCH
+        solver.parameters.cp_model_presolve = False
+        solver.parameters.stop_after_first_solution = True
+        model.add_decision_strategy(chunks.layers, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
+        model.add_decision_strategy(list(settings), cp_model.CHOOSE_FIRST, cp_model.SELECT_MIN_VALUE)
+    status = solver.solve(model)
+    statistics.add(solver, model, solver.status_name(status))
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or (step != "lexicographic" and status != cp_model.OPTIMAL):
+        return None
+    value = 0 if step == "lexicographic" else round(solver.objective_value)
+    return formulation.plan(solver.value), value

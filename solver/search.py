@@ -7,6 +7,7 @@ later in the tie order, so OPTIMAL means what it says.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.faults import InputError
+from shardwise.data.pipeline import SPLIT
 from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, work_bound_s
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
-from shardwise.formulations.cp.variables import Option
+from shardwise.formulations.cp import Cut, Option
+from shardwise.formulations.schedule import DRAINED
 from shardwise.formulations.splits import SplitSearch, plans_to_try
-from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, evaluate
+from shardwise.formulations.timeline import longest_paths
+from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, evaluate, timed_plan
 from shardwise.solver.result import Progress
 
 if TYPE_CHECKING:
@@ -34,15 +38,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_PRUNE_LIMIT = 2000
-RESOLUTION_BITS = 28
-"""The incumbent is worth about 2^28 units: coefficients stay below 2^31 and sums far below 2^53."""
+RESOLUTION_BITS = 36
+"""The incumbent is worth about 2^36 units. A pass is rounded once and runs for every micro-batch, so this many keep the
+rounding of a step below 1e-5 of it; sums stay far below 2^53."""
 UNLIMITED = 2**60
 NEAR = 1 + 1e-4
 """Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
 REPORT_EVERY_S = 0.1
 FIRST_TRY = 4
 MOST_SPLITS = 64
-"""Interleaved splits of one candidate that are judged before it is left to CP-SAT."""
+"""Splits of one candidate that are judged before it is left to CP-SAT."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Search:
         self.tally = Tally()
         self.incumbent: Incumbent | None = None
         self.seen: dict[tuple[int, ...], tuple[int, Plan]] = {}
+        self.cuts: dict[Cut, None] = {}
         self.unit_s = 1.0
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
@@ -118,9 +124,17 @@ class Search:
 
     @property
     def rounding_units(self) -> int:
-        """Half a unit per rounded term of the longest path: how far integer and float step times can differ."""
-        layers = len(self.instance.model.layers)
-        return (8 * layers + 4 * (layers + 2) + 16) // 2
+        """How far integer and float step times can differ: half a unit for each rounded term of the longest path.
+
+        A path holds each pass of a chunk at most once; a pass sums one or two terms a layer, and one each for embedding,
+        head and transfer; a transfer adds one. Twice as many for a schedule that splits its backward passes, and for
+        the fill that is taken off again. No candidate has more micro-batches than the global batch.
+        """
+        layers, rules = len(self.instance.model.layers), self.instance.rules
+        chunks = 1 if self.instance.limits.range("pp").high == 1 else rules.max_vpp
+        once = 3 * layers + 5 * min(chunks, layers + 2)
+        split = 2 if SPLIT & set(rules.schedules) else 1
+        return (split * self.instance.workload.global_batch * once + 6 * layers + 16) // 2
 
     def choose_unit(self, step_time_s: float) -> None:
         """A power of two of seconds, so that converting is exact."""
@@ -182,17 +196,13 @@ class Search:
         return left
 
     def longest_s(self, candidate: Candidate) -> float:
-        """Above every step time of the candidate: all layers on every stage, everything recomputed."""
-        c = self.tables.time(candidate.degrees, candidate.placement, candidate.micro_batches)
-        kinds = self.instance.model.kind_indices
-        layers = sum(
-            c.busy[k] + max(c.busy_full[k], c.busy_selective[k]) + 3 * (c.forward[k] + c.backward[k])
-            + abs(c.tail_floor[k]) + abs(c.tail_overlap[k])
-            for k in kinds
-        )  # fmt: skip
-        ends = 2 * (c.embedding_busy + c.head_busy) + c.embedding_tail_floor + c.head_tail_floor
-        ends += abs(c.embedding_tail_overlap) + abs(c.head_tail_overlap)
-        return layers + ends + 2 * sum(c.hops) + sum(c.transfers) + 2 * c.tied + c.overhead
+        """Above every step time of the candidate: all passes one after the other, everything recomputed."""
+        c = self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
+        units = [*self.instance.model.kind_indices, -2, -1]
+        passes = sum(c.forward[u] + c.backward[u] + max(c.full[u], c.selective[u]) for u in units)
+        passes += 2 * candidate.degrees.virtual_stages * (max(c.sends) + max(c.lags))
+        tails = sum(abs(c.tail_floor[u]) + abs(c.tail_overlap[u]) for u in units)
+        return float(candidate.micro_batches * passes + tails + 2 * c.tied + c.overhead)
 
     def rescale(self) -> None:
         """Express the incumbent in the unit just chosen."""
@@ -204,13 +214,15 @@ class Search:
 
     def candidates(self, grid: Grid, row: int) -> list[Candidate]:
         """The candidates of one row, one per placement."""
-        degrees = grid.degrees(row)
+        degrees, schedule = grid.degrees(row), grid.shape.schedule
         return [
-            Candidate(degrees, placement, int(grid.micro_batches[row])) for placement in self.placements.of(degrees)
+            Candidate(degrees, placement, int(grid.micro_batches[row]), schedule)
+            for placement in self.placements.of(degrees)
         ]
 
     def coefficients(self, candidate: Candidate) -> TimeCoefficients:
-        return self.tables.time(candidate.degrees, candidate.placement, candidate.micro_batches).in_units(self.unit_s)
+        time = self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
+        return time.in_units(self.unit_s)
 
     def offer(self, plan: Plan, candidate: Candidate) -> int | None:
         """The units of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
@@ -229,42 +241,57 @@ class Search:
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
         """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
 
-        Interleaved splits come in ascending order and with exact step times under one recompute setting, so the first
-        plan that is admitted is the best of the candidate, and its step time the candidate's bound.
+        Splits come in ascending order of their bound. With one chunk a stage, or one recompute setting for all stages,
+        the best plan seen is the best of the candidate as soon as no split that is left has a smaller bound; its step
+        time is then the candidate's bound.
         """
-        splits = self.splits.best(candidate, time_units, limit)
-        if not splits:
-            return None
-        exact = candidate.degrees.vpp > 1 and self.instance.rules.uniform_recompute
-        bound = splits[0].bound
+        exact = candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute
+        bound: int | None = None
         best: int | None = None
-        for tried, split in enumerate(splits):
-            if exact:
+        for tried, split in enumerate(self.splits.ascending(candidate, time_units, limit)):
+            if bound is None or exact:
                 bound = split.bound if best is None else min(best, split.bound)
-                if (best is not None and best <= split.bound) or tried >= MOST_SPLITS:
-                    break
+            if (exact and best is not None and best <= split.bound) or tried >= MOST_SPLITS:
+                break
             for plan in plans_to_try(self.instance, candidate, split):
                 units = self.offer(plan, candidate)
                 if units is not None:
                     best = units if best is None else min(best, units)
                     break
         else:
-            if exact:
-                if best is None:
-                    return None
-                bound = best
-        if bound > limit:
+            bound = best if exact else bound
+        if bound is None or bound > limit:
             return None
-        return Option(candidate, time_units, self.tables.memory(candidate.degrees), bound)
+        return Option(candidate, time_units, self.tables.memory(candidate.degrees, candidate.schedule), bound)
+
+    def cut_off(self, plan: Plan) -> bool:
+        """Keep the longest path of `plan` as a cut for all candidates of its shape; False if it is known."""
+        timed = timed_plan(self.instance, plan, self.unit_s)
+        passes = timed.passes
+        paths = longest_paths(timed.shape, passes.durations[..., None], passes.lags[:, None], passes.tails[:, None])
+        held, hops = paths.passes[..., 0], paths.hops[:, 0]
+        cut = Cut(
+            timed.shape,
+            tuple((int(kind), int(slot), int(held[kind, slot])) for kind, slot in zip(*held.nonzero(), strict=True)),
+            tuple((int(link), int(hops[link])) for link in hops.nonzero()[0]),
+            int(paths.stage[0]),
+        )
+        known = cut in self.cuts
+        self.cuts[cut] = None
+        return not known
 
     def settle_by_splits(self) -> bool:
         """The first plan in the documented order, where all splits of the incumbent's candidate are exact and few."""
         incumbent = self.incumbent
         assert incumbent is not None
         candidate = incumbent.candidate
-        if candidate.degrees.vpp == 1 or not self.instance.rules.uniform_recompute:
+        if not self.instance.rules.uniform_recompute:
             return False
-        splits = self.splits.best(candidate, self.coefficients(candidate), incumbent.units)
+        splits = list(
+            itertools.islice(
+                self.splits.ascending(candidate, self.coefficients(candidate), incumbent.units), MOST_SPLITS + 1
+            )
+        )
         if len(splits) > MOST_SPLITS:
             return False
         equal = [
@@ -314,14 +341,19 @@ class Search:
     def placed_bound_s(self, candidate: Candidate) -> float:
         """(B2)-(B4) with the candidate's own placement."""
         instance, d = self.instance, candidate.degrees
-        time_s = self.tables.time(d, candidate.placement, candidate.micro_batches)
+        time_s = self.tables.time(d, candidate.placement, candidate.schedule)
         m = candidate.micro_batches
-        work = sum(time_s.busy[kind] for kind in instance.model.kind_indices)
-        work = (work + time_s.embedding_busy + time_s.head_busy) / m
+        both = [f + b for f, b in zip(time_s.forward, time_s.backward, strict=True)]
+        work = sum(both[unit] for unit in (*instance.model.kind_indices, -2, -1))
         assert self.incumbent is not None
-        fastest = min(time_s.busy) / m
+        fastest = min(both[:-2])
+        hops = [link for link in candidate.layout.hop_before if link >= 0]
+        transfers = 2 * sum(time_s.sends[link] for link in hops)
         last = last_chunk_layers(self.incumbent.evaluation.step_time_s, m * fastest, len(instance.model.layers))
-        bound = work_bound_s(work, sum(time_s.transfers) / m, fastest, m, d.pp, d.vpp, len(instance.model.layers), last)
+        bound = work_bound_s(
+            work, transfers, fastest, m, d.pp, d.vpp, len(instance.model.layers), last,
+            drains=candidate.schedule in DRAINED,
+        )  # fmt: skip
         return float(bound) + time_s.overhead
 
     # -- no pruning -----------------------------------------------------------------------------------------------
@@ -342,7 +374,9 @@ class Search:
         most = self.most_units()
         for candidate in candidates:
             coefficients = clipped(self.coefficients(candidate), most + 1)
-            self.open.append(Option(candidate, coefficients, self.tables.memory(candidate.degrees), 0))
+            self.open.append(
+                Option(candidate, coefficients, self.tables.memory(candidate.degrees, candidate.schedule), 0)
+            )
 
     def most_units(self) -> int:
         """Above every step time that still matters: without an incumbent the unit is that of the slowest plan."""

@@ -12,7 +12,7 @@ from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.recompute import add_recompute
 from shardwise.formulations.cp.selection import add_selection
 from shardwise.formulations.cp.stages import add_contiguous_stages, add_even_chunks
-from shardwise.formulations.cp.step_time import add_step_time
+from shardwise.formulations.cp.step_time import Cut, add_step_time
 from shardwise.formulations.cp.variables import (
     Choice,
     Chunks,
@@ -43,8 +43,7 @@ class Formulation:
     def add_hint(self, plan: Plan, step_units: int) -> None:
         """Start the search from `plan`, if its candidate is among the options."""
         for c, option in enumerate(self.options):
-            same = option.candidate.degrees == plan.degrees and option.candidate.placement == plan.placement
-            self.model.add_hint(self.choice.uses(c), same)
+            self.model.add_hint(self.choice.uses(c), option.candidate.is_of(plan))
         for i, layers in enumerate(self.chunks.layers):
             sizes = plan.chunk_layers
             self.model.add_hint(layers, sizes[i] if i < len(sizes) else 0)
@@ -60,7 +59,13 @@ class Formulation:
             sizes = tuple(value(self.chunks.layers[i]) for i in rows)
             mode, block = self._setting(value, rows[0])
             stages.append(Stage(sizes, mode, block))
-        return Plan(candidate.degrees, tuple(stages), candidate.placement, candidate.micro_batches)
+        return Plan(
+            candidate.degrees,
+            tuple(stages),
+            candidate.placement,
+            candidate.micro_batches,
+            schedule=candidate.schedule,  # type: ignore[arg-type]
+        )
 
     def _setting(self, value: Callable[[cp_model.IntVar], int], chunk: int) -> tuple[Recompute, int]:
         if value(self.recompute.selective[chunk]):
@@ -69,8 +74,8 @@ class Formulation:
         return ("full", block) if block else ("none", 0)
 
 
-def build(instance: Instance, options: tuple[Option, ...], most: int) -> Formulation:
-    """The formulation of `options`, for plans of at most `most` units; no objective yet."""
+def build(instance: Instance, options: tuple[Option, ...], most: int, cuts: tuple[Cut, ...] = ()) -> Formulation:
+    """The formulation of `options`, for plans of at most `most` units, with the cuts of their shapes; no objective yet."""
     model = cp_model.CpModel()
     choice = new_choice(model, options)
     chunks = new_chunks(model, instance, max(option.candidate.degrees.virtual_stages for option in options))
@@ -79,5 +84,5 @@ def build(instance: Instance, options: tuple[Option, ...], most: int) -> Formula
     add_even_chunks(model, options, choice, chunks)
     recompute = add_recompute(model, instance, options, choice, chunks)
     add_memory_capacity(model, options, choice, chunks, recompute)
-    clock = add_step_time(model, options, choice, chunks, recompute, most)
+    clock = add_step_time(model, options, choice, chunks, recompute, most, cuts)
     return Formulation(model, options, choice, chunks, recompute, clock)

@@ -28,9 +28,9 @@ def add_memory_capacity(
             rows = option.chunks_of(k)
             for i in rows:
                 model.add_implication(recompute.any_full[i], working[k]).only_enforce_if(chosen)
-            fixed = memory.fixed + (memory.embedding if k == 0 else 0) + (memory.head if k == option.stages - 1 else 0)
+            fixed = memory.fixed + memory.embedding * (0 in rows) + memory.head * (option.last_chunk in rows)
             states = [weighted(memory.state, chunks.count, i) for i in rows]
-            for vector in in_flight(d.pp, d.vpp, option.candidate.micro_batches, k):
+            for vector in in_flight(d.pp, d.vpp, option.candidate.micro_batches, k, option.candidate.schedule):
                 kept = []
                 for i, count in zip(rows, vector, strict=True):
                     none, selective, full = (

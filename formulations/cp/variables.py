@@ -28,9 +28,13 @@ class Option:
     def stages(self) -> int:
         return self.candidate.degrees.pp
 
-    def chunks_of(self, stage: int) -> range:
-        """Chunks of a stage, first row first."""
-        return range(stage, self.candidate.degrees.virtual_stages, self.stages)
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """Chunks of a stage, in network order."""
+        return self.candidate.layout.chunks_of(stage)
+
+    @property
+    def last_chunk(self) -> int:
+        return self.candidate.degrees.virtual_stages - 1
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,14 @@ class RecomputeChoice:
 
 @dataclass(frozen=True)
 class Clock:
-    """T and the times of the paths that bound it."""
+    """T and what it is made of: per chunk its passes of one micro-batch, `weight` the part of the backward pass that is
+    weight gradients; per stage what it needs after its last pass, and the times of simple paths."""
 
     step: cp_model.IntVar
+    forward: tuple[cp_model.IntVar, ...]
+    backward: tuple[cp_model.IntVar, ...]
+    weight: tuple[cp_model.IntVar, ...]
+    tail: tuple[cp_model.IntVar, ...]
     fill: tuple[cp_model.IntVar, ...]
     end: tuple[cp_model.IntVar, ...]
 
@@ -80,7 +89,7 @@ class Clock:
 def weighted(coefficients: tuple[float, ...], counts: tuple[tuple[cp_model.IntVar, ...], ...], chunk: int) -> Linear:
     """Sum over kinds of coefficient times count in one chunk."""
     variables = [row[chunk] for row in counts]
-    return cp_model.LinearExpr.weighted_sum(variables, [int(c) for c in coefficients])
+    return cp_model.LinearExpr.weighted_sum(variables, [int(c) for c in coefficients[: len(counts)]])
 
 
 def new_choice(model: cp_model.CpModel, options: tuple[Option, ...]) -> Choice:

@@ -23,7 +23,7 @@ from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.recompute import add_recompute
 from shardwise.formulations.cp.selection import add_selection
 from shardwise.formulations.cp.stages import add_contiguous_stages, add_even_chunks
-from shardwise.formulations.cp.step_time import add_step_time
+from shardwise.formulations.cp.step_time import Cut, add_step_time
 from shardwise.formulations.cp.variables import (
     Choice,
     Chunks,
@@ -34,6 +34,8 @@ from shardwise.formulations.cp.variables import (
     new_chunks,
 )
 from shardwise.formulations.memory import MIB, ActivationBytes
+from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from shardwise.formulations.timeline import Shape
 
 A = LayerKind("a", None, Mlp(64, False), (Tensor("a", (64, 64), "column"),))
 B = LayerKind("b", None, Mlp(128, False), (Tensor("b", (128, 64), "column"),))
@@ -48,11 +50,10 @@ def instance_of(layers: str, *, rules: str = "megatron-core", limits: tuple[str,
     return Instance(model, cluster, Training(64, 8), load_rules(rules), limits=parse_limits(limits))
 
 
+NONE = (0, 0, 0, 0)
 NO_TIME = TimeCoefficients(
-    busy=(0, 0), busy_selective=(0, 0), busy_full=(0, 0), forward=(0, 0), backward=(0, 0), backward_selective=(0, 0),
-    backward_full=(0, 0), tail_floor=(0, 0), tail_overlap=(0, 0), embedding_busy=0, embedding_forward=0,
-    embedding_backward=0, embedding_tail_floor=0, embedding_tail_overlap=0, head_busy=0, head_tail_floor=0,
-    head_tail_overlap=0, hops=(0,) * 7, transfers=(0,) * 8, tied=0, overhead=0,
+    forward=NONE, backward=NONE, weight=NONE, selective=NONE, full=NONE, tail_floor=NONE, tail_overlap=NONE,
+    sends=(0,) * 8, lags=(0,) * 8, tied=0, overhead=0,
 )  # fmt: skip
 NO_MEMORY = MemoryCoefficients(
     state=(0, 0), activations=(ActivationBytes(0, 0, 0, 0),) * 2, embedding=0, head=0, fixed=0, working=0, capacity=0
@@ -69,12 +70,12 @@ def option_of(
     time: TimeCoefficients = NO_TIME,
     memory: MemoryCoefficients = NO_MEMORY,
     bound: int = 0,
+    schedule: str = "",
 ) -> Option:
     degrees = Degrees(tp=tp, pp=pp, vpp=vpp)
-    candidate = Candidate(degrees, Placement((tp,), (pp,), (1,)), micro_batches)
-    per_kind = ("busy", "busy_selective", "busy_full", "forward", "backward", "backward_selective", "backward_full",
-                "tail_floor", "tail_overlap")  # fmt: skip
-    time = replace(time, **{name: getattr(time, name)[:kinds] for name in per_kind})
+    candidate = Candidate(degrees, Placement((tp,), (pp,), (1,)), micro_batches, schedule or degrees.schedule)
+    per_unit = ("forward", "backward", "weight", "selective", "full", "tail_floor", "tail_overlap")
+    time = replace(time, **{name: getattr(time, name)[:kinds] + getattr(time, name)[-2:] for name in per_unit})
     memory = replace(memory, state=memory.state[:kinds], activations=memory.activations[:kinds])
     return Option(candidate, time, memory, bound)
 
@@ -418,12 +419,11 @@ def test_memory_of_a_candidate_that_is_not_chosen_does_not_matter() -> None:
 # -- (G6) step time ----------------------------------------------------------------------------------------------------
 
 TIME = replace(
-    NO_TIME, busy=(80, 0), busy_selective=(8, 0), busy_full=(16, 0), forward=(4, 0), backward=(6, 0),
-    backward_selective=(1, 0), backward_full=(2, 0), tail_floor=(1, 0), tail_overlap=(-2, 0), embedding_busy=24,
-    embedding_forward=1, embedding_backward=2, embedding_tail_floor=3, embedding_tail_overlap=20, head_busy=40,
-    head_tail_floor=5, head_tail_overlap=1, hops=(7,), transfers=(9, 11), tied=13, overhead=100,
+    NO_TIME, forward=(4, 0, 1, 2), backward=(6, 0, 2, 3), weight=(3, 0, 0, 1), selective=(1, 0, 0, 0),
+    full=(2, 0, 0, 0), tail_floor=(1, 0, 3, 5), tail_overlap=(-2, 0, 20, 1), sends=(1, 0), lags=(7, 0), tied=13,
+    overhead=100,
 )  # fmt: skip
-"""Eight micro-batches of layers that take 4 forward and 6 backward."""
+"""Layers that take 4 forward and 6 backward, an embedding 1 and 2, a head 2 and 3; eight micro-batches."""
 
 
 def timed(
@@ -434,13 +434,15 @@ def timed(
     selective: bool = False,
     most: int = 10_000,
     bound: int = 0,
+    schedule: str = "",
+    cuts: tuple[Cut, ...] = (),
 ) -> tuple[Group, Clock]:
-    time = TIME if len(sizes) == 2 else replace(TIME, hops=(), transfers=(0,))
-    group = Group(instance_of("a" * sum(sizes)), (option_of(pp=len(sizes), time=time, bound=bound),))
+    option = option_of(pp=len(sizes), time=TIME, bound=bound, schedule=schedule)
+    group = Group(instance_of("a" * sum(sizes)), (option,))
     group.choose(0)
     group.lay_out(*sizes)
     recomputed = group.recompute(block, selective=selective)
-    clock = add_step_time(group.model, group.options, group.choice, group.chunks, recomputed, most)
+    clock = add_step_time(group.model, group.options, group.choice, group.chunks, recomputed, most, cuts)
     if step is not None:
         group.model.add(clock.step == step)
     return group, clock
@@ -449,23 +451,24 @@ def timed(
 @pytest.mark.parametrize(
     ("sizes", "block", "selective", "step"),
     [
-        # One stage of three layers: busy 3 x 80 + 24 + 40 = 304; tail the larger of 3 x 1 + 3 + 5 = 11 and
+        # One stage of three layers: 8 x (3 x 10 + 3 + 5) = 304; tail the larger of 3 x 1 + 3 + 5 = 11 and
         # 3 x (-2) + 20 + 1 = 15; no tied copy; 100 + 304 + 15.
         ((3,), 0, False, 419),
-        # Two stages 2 | 1. Stage 1 starts after 2 x 4 + 1 + 7 = 16, works 80 + 40 + 11 = 131 until 147.
-        # Stage 0 works 160 + 24 + 9 = 193; the drain 147 + 7 + 2 x 6 + 2 = 168 is earlier. Tails: stage 0
-        # max(2 + 3, -4 + 20) + 13 = 29, stage 1 max(1 + 5, -2 + 1) + 13 = 19. 100 + max(193 + 29, 147 + 19).
-        ((2, 1), 0, False, 322),
-        # 0 | 3: stage 1 starts after 1 + 7 = 8, works 240 + 40 + 11 = 291 until 299; drain 299 + 7 + 2 = 308.
-        # Tails: max(3, 20) + 13 = 33; max(3 + 5, -6 + 1) + 13 = 21. 100 + max(308 + 33, 299 + 21).
-        ((0, 3), 0, False, 441),
-        # 1 | 2 and every layer repeated (block 2): start 4 + 1 + 7 = 12; stage 1 works 160 + 32 + 40 + 11 = 243 until 255;
-        # drain 255 + 7 + (6 + 2) + 2 = 272; stage 0 itself 80 + 16 + 24 + 9 = 129. Tail 0: max(1 + 3, -2 + 20) + 13 = 31.
-        ((1, 2), 2, False, 403),
-        # Block 1 repeats one layer of each: stage 1 until 12 + 160 + 16 + 51 = 239; drain 239 + 7 + 8 + 2 = 256; + 31 + 100.
-        ((1, 2), 1, False, 387),
-        # Selective: stage 1 until 12 + 160 + 16 + 51 = 239; drain 239 + 7 + (6 + 1) + 2 = 255; + 31 + 100.
-        ((1, 2), 0, True, 386),
+        # Two stages 2 | 1. Forward of stage 0: 2 x 4 + 1 + 1 to send = 10, backward 2 x 6 + 2 = 14; stage 1: 4 + 2 = 6 and
+        # 6 + 3 + 1 to send = 10. Stage 1 starts after 10 + 7 and works 8 x 16 = 128 until 145; stage 0 works 8 x 24 = 192,
+        # and the drain 145 + 7 + 14 is earlier. Tails: stage 0 max(2 + 3, -4 + 20) + 13 = 29, stage 1
+        # max(1 + 5, -2 + 1) + 13 = 19. 100 + max(192 + 29, 145 + 19).
+        ((2, 1), 0, False, 321),
+        # 0 | 3: 1 + 1 and 2; 12 + 2 and 18 + 3 + 1. Stage 1 starts at 2 + 7, works 8 x 36 = 288 until 297; drain
+        # 297 + 7 + 2 = 306. Tails: max(3, 20) + 13 = 33; max(3 + 5, -6 + 1) + 13 = 21. 100 + max(306 + 33, 297 + 21).
+        ((0, 3), 0, False, 439),
+        # 1 | 2, every layer repeated (block 2): 4 + 1 + 1 and 6 + 2 + 2; 8 + 2 and 12 + 4 + 3 + 1. Stage 1 from 6 + 7
+        # until 13 + 8 x 30 = 253; drain 253 + 7 + 10 = 270. Tail 0: max(1 + 3, -2 + 20) + 13 = 31.
+        ((1, 2), 2, False, 401),
+        # Block 1 repeats one layer of each: stage 1 until 13 + 8 x 28 = 237; drain 237 + 7 + 10 = 254; + 31 + 100.
+        ((1, 2), 1, False, 385),
+        # Selective: stage 1 until 13 + 8 x 28 = 237; drain 237 + 7 + (6 + 1 + 2) = 253; + 31 + 100.
+        ((1, 2), 0, True, 384),
     ],
 )
 def test_the_step_is_admitted_from_exactly_its_longest_path(
@@ -487,3 +490,42 @@ def test_no_step_above_the_given_most_and_none_below_the_bound() -> None:
     assert not timed(None, (3,), most=418)[0].feasible()
     assert timed(500, (3,), bound=500)[0].feasible()
     assert not timed(499, (3,), bound=500)[0].feasible()
+
+
+def test_a_zero_bubble_stage_is_busy_from_its_own_start() -> None:
+    # 2 | 1 under ZB-H1: no stage waits for another before its optimizer. 100 + max(192 + 29, 128 + 19).
+    group, clock = timed(None, (2, 1), schedule="zb-h1")
+    group.model.minimize(clock.step)
+    _, solver = group.solved()
+    assert round(solver.objective_value) == 321
+    # 0 | 3: 100 + max(8 x 4 + 33, 288 + 21).
+    group, clock = timed(None, (0, 3), schedule="zb-h1")
+    group.model.minimize(clock.step)
+    _, solver = group.solved()
+    assert round(solver.objective_value) == 409
+
+
+def test_a_cut_holds_for_candidates_of_its_shape_only() -> None:
+    # 2 | 1: nine forward passes of stage 0, two backward ones of stage 1, three waits, then stage 0 ends:
+    # 9 x 10 + 2 x 10 + 3 x 7 + 29 + 100 = 260; thirty forward passes: 470.
+    passes = ((FORWARD, 0, 9), (BACKWARD, 1, 2))
+    for shape, count, step in (
+        (Shape("1f1b", 2, 1, 8), 9, 321),
+        (Shape("1f1b", 2, 1, 8), 30, 470),
+        (Shape("1f1b", 2, 1, 9), 30, 321),
+    ):
+        cut = Cut(shape, ((FORWARD, 0, count), passes[1]), ((0, 3),), 0)
+        group, clock = timed(None, (2, 1), cuts=(cut,))
+        group.model.minimize(clock.step)
+        _, solver = group.solved()
+        assert round(solver.objective_value) == step
+
+
+def test_a_cut_counts_input_and_weight_gradients_apart() -> None:
+    # 2 | 1 under ZB-H1: weight gradients of stage 0 take 2 x 3 of 14, those of stage 1 3 + 1 of 10.
+    # 50 input gradients of stage 0 and 10 weight gradients of stage 1: 50 x 8 + 10 x 4, tail 29, 100.
+    cut = Cut(Shape("zb-h1", 2, 1, 8), ((INPUT, 0, 50), (WEIGHT, 1, 10)), (), 0)
+    group, clock = timed(None, (2, 1), schedule="zb-h1", cuts=(cut,))
+    group.model.minimize(clock.step)
+    _, solver = group.solved()
+    assert round(solver.objective_value) == 569

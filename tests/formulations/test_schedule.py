@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.formulations.schedule import in_flight, in_flight_after_warm_up
+from shardwise.formulations.schedule import in_flight, in_flight_once
 
 Vector = tuple[int, ...]
 
@@ -63,8 +63,8 @@ def test_interleaved_order_of_two_stages_two_chunks_and_four_micro_batches() -> 
     #   +b (2,1)  -b (2,0)   twice;  +a (3,0)  -a (2,0)   twice;  +b (2,1)  -b (2,0)   twice
     #   then -a -a.                             Maximal: (2,1) and (3,0).
     assert set(in_flight(2, 2, 4, 1)) == {(2, 1), (3, 0)}
-    assert in_flight_after_warm_up(2, 2, 4, 0) == (3, 2)
-    assert in_flight_after_warm_up(2, 2, 4, 1) == (2, 1)
+    assert in_flight_once(2, 2, 4, 0) == (3, 2)
+    assert in_flight_once(2, 2, 4, 1) == (2, 1)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -91,7 +91,7 @@ def test_the_vector_after_the_warm_up_is_a_moment_of_the_order(
     for direction, chunk in passes_of(pp, vpp, micro_batches, stage):
         counts[chunk] += 1 if direction == "F" else -1
         moments.add(tuple(counts))
-    assert in_flight_after_warm_up(pp, vpp, micro_batches, stage) in moments
+    assert in_flight_once(pp, vpp, micro_batches, stage) in moments
 
 
 def test_one_stage_holds_one_micro_batch() -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
-from universe import Corner, Judged, admitted, corners, documented_order, examples, instances, splits
+from universe import Corner, Judged, admitted, chunks_by_stage, corners, documented_order, examples, instances, splits
 
+from shardwise.data.pipeline import schedules_of
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.solve import solve
@@ -106,13 +107,16 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
         micro_batches = max(instance.workload.global_batch // (degrees.dp * degrees.micro_batch), 1)
         possible = splits(layers, degrees.pp, degrees.vpp)
         chunks = data.draw(st.sampled_from(possible)) if possible else (layers, *(0,) * (degrees.virtual_stages - 1))
-        stages = tuple(Stage(chunks[k :: degrees.pp]) for k in range(degrees.pp))
-        evaluation = evaluate(instance, Plan(degrees, stages, placement, micro_batches))
+        schedule = data.draw(st.sampled_from(schedules_of(degrees.pp, degrees.vpp) or (degrees.schedule,)))
+        if schedule == "dualpipe":  # evaluated, and not in the universe
+            schedule = "1f1b"
+        stages = tuple(Stage(own) for own in chunks_by_stage(chunks, degrees.pp, schedule))
+        evaluation = evaluate(instance, Plan(degrees, stages, placement, micro_batches, schedule=schedule))
         limit_faults = [fault for fault in evaluation.limit_faults if not fault.startswith("recompute")]
         # Where both orders reach a placement the universe holds it once, under the first.
-        twins = {Corner(degrees, replace(placement, rank_order=order), micro_batches) for order in orders}
+        twins = {Corner(degrees, replace(placement, rank_order=order), micro_batches, schedule) for order in orders}
         if not evaluation.faults and not limit_faults:
             assert inside & twins
-        if Corner(degrees, placement, micro_batches) in inside:
+        if Corner(degrees, placement, micro_batches, schedule) in inside:
             assert not evaluation.faults
             assert not limit_faults

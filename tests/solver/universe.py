@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from shardwise.data.cluster import Accelerator, Cluster, Domain, Link
@@ -33,6 +33,7 @@ from shardwise.solver.evaluate import Evaluation, evaluate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardwise.data.pipeline import Schedule
     from shardwise.data.plan import RankOrder
     from shardwise.data.profile import Profile
 
@@ -51,6 +52,7 @@ def examples(few: int) -> settings:
         max_examples=few * 40 if THOROUGH else few,
         deadline=None,
         derandomize=not THOROUGH,
+        phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
 
@@ -193,6 +195,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         dp_comm_overlap=draw(share),
         p2p_exposed=draw(share),
         p2p_exposed_interleaved=draw(share),
+        gemm=draw(st.sampled_from((0.2, 1.0, 3.0))),
         host_launch_s=draw(st.sampled_from((0.0, 4e-5))),
         tp_sync_s=draw(st.sampled_from((0.0, 1e-5))),
         straggler=draw(st.sampled_from((0.0, 0.02))),
@@ -292,23 +295,32 @@ def _sample(instance: Instance, most: int) -> list[Plan]:
 
 @dataclass(frozen=True)
 class Corner:
-    """Degrees with a placement: all that a plan is besides its stages."""
+    """Degrees with a placement and a schedule: all that a plan is besides its stages."""
 
     degrees: Degrees
     placement: Placement
     micro_batches: int
+    schedule: Schedule
 
     def plans(self, instance: Instance) -> Iterator[Plan]:
         d = self.degrees
         for chunks in splits(len(instance.model.layers), d.pp, d.vpp):
-            stages = [chunks[k :: d.pp] for k in range(d.pp)]
+            stages = chunks_by_stage(chunks, d.pp, self.schedule)
             for setting in recompute_settings(instance, stages):
                 yield Plan(
                     d,
                     tuple(Stage(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
                     self.placement,
                     self.micro_batches,
+                    schedule=self.schedule,
                 )
+
+
+def chunks_by_stage(chunks: tuple[int, ...], pp: int, schedule: str) -> list[tuple[int, ...]]:
+    """Layers of the chunks of each stage: dealt out in turn, or down the stages and up again."""
+    if schedule in ("zb-v", "dualpipe-v"):
+        return [(chunks[k], chunks[2 * pp - 1 - k]) for k in range(pp)]
+    return [chunks[k::pp] for k in range(pp)]
 
 
 def plans(instance: Instance) -> Iterator[Plan]:
@@ -320,15 +332,16 @@ def plans(instance: Instance) -> Iterator[Plan]:
 def count_plans(instance: Instance, enough: int) -> int:
     """How many plans there are, or some number above `enough`."""
     total = 0
-    per_shape: dict[tuple[int, int], int] = {}
+    per_shape: dict[tuple[int, int, str], int] = {}
     for corner in corners(instance):
         d = corner.degrees
-        if (d.pp, d.vpp) not in per_shape:
-            per_shape[d.pp, d.vpp] = sum(
-                _count_settings(instance, [chunks[k :: d.pp] for k in range(d.pp)])
+        key = d.pp, d.vpp, corner.schedule
+        if key not in per_shape:
+            per_shape[key] = sum(
+                _count_settings(instance, chunks_by_stage(chunks, d.pp, corner.schedule))
                 for chunks in splits(len(instance.model.layers), d.pp, d.vpp)
             )
-        total += per_shape[d.pp, d.vpp]
+        total += per_shape[key]
         if total > enough:
             break
     return total
@@ -338,7 +351,22 @@ def corners(instance: Instance) -> Iterator[Corner]:
     """Every tuple of degrees within the rules and limits, with every placement."""
     for degrees, micro_batches in legal_degrees(instance):
         for placement in placements(instance, degrees):
-            yield Corner(degrees, placement, micro_batches)
+            for schedule in legal_schedules(instance, degrees, micro_batches):
+                yield Corner(degrees, placement, micro_batches, schedule)
+
+
+def legal_schedules(instance: Instance, degrees: Degrees, micro_batches: int) -> list[Schedule]:
+    """The rows of docs/rules.md on schedules."""
+    pp, vpp = degrees.pp, degrees.vpp
+    if pp == 1:
+        return ["1f1b"]
+    interleaved: list[Schedule] = ["interleaved-1f1b"] if micro_batches % pp == 0 else []
+    if instance.rules.name == "megatron-core":
+        return ["1f1b"] if vpp == 1 else interleaved
+    if vpp == 1:
+        return ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-2p"]
+    folded: list[Schedule] = ["zb-v", "dualpipe-v"] if vpp == 2 else []
+    return [*interleaved, "gpipe", *(name for name in folded if name == "zb-v" or micro_batches >= 2 * pp)]
 
 
 def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
@@ -355,7 +383,7 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
             if batch % (micro_batch * dp) or not splits(layers, pp, vpp):
                 continue
             micro_batches = batch // (micro_batch * dp)
-            if vpp > 1 and (pp == 1 or micro_batches % pp):
+            if vpp > 1 and pp == 1:
                 continue
             for zero, sp in itertools.product((0, 1), (False, True)):
                 if sp and (tp == 1 or instance.workload.seq_len % tp):
@@ -528,7 +556,7 @@ class Judged:
 
     @property
     def corner(self) -> Corner:
-        return Corner(self.plan.degrees, self.plan.placement, self.plan.micro_batches)
+        return Corner(self.plan.degrees, self.plan.placement, self.plan.micro_batches, self.plan.schedule)
 
     @property
     def units(self) -> int:
@@ -545,6 +573,9 @@ def admitted(instance: Instance, unit_s: float) -> list[Judged]:
     return [one for one in judged if one.evaluation.admitted]
 
 
+SCHEDULE_ORDER = ("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+
+
 def documented_order(plan: Plan) -> tuple[object, ...]:
     """The order among equal optima: `Candidate.tie_key`, then that of solver/close.py, in their words."""
     d, place = plan.degrees, plan.placement
@@ -559,7 +590,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         per_stage.append((stage.recompute_layers, selective))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
-        tuple([d.devices, d.pp, d.tp, d.vpp, d.micro_batch, -d.zero, -int(d.sequence_parallel)]),
+        (d.devices, d.pp, d.tp, d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
+        (d.micro_batch, -d.zero, -int(d.sequence_parallel)),
         tuple(-block for block in place.blocks),
         tuple(packing),
         place.rank_order == "tp-pp-dp",
