@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import SCHEDULES, layout, schedules_of
-from shardwise.data.plan import Degrees, Placement
+from shardwise.data.plan import Degrees, Placement, Plan
 from shardwise.data.rules import expert_faults, is_linear, pipeline_faults, tensor_faults
 from shardwise.formulations.layer_costs import Sharding
 from shardwise.formulations.timeline import Shape
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.pipeline import Layout
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Stage
 
 Column = npt.NDArray[np.int64]
 
@@ -95,6 +95,11 @@ class Candidate:
     def shape(self) -> Shape:
         """What the order of its passes depends on."""
         return Shape(self.schedule, self.degrees.pp, self.degrees.vpp, self.micro_batches)
+
+    def plan(self, stages: tuple[Stage, ...]) -> Plan:
+        """The candidate with its stages."""
+        schedule: Any = self.schedule
+        return Plan(self.degrees, stages, self.placement, self.micro_batches, schedule=schedule)
 
     def is_of(self, plan: Plan) -> bool:
         """Whether `plan` is one of the candidate's."""

@@ -2,8 +2,8 @@
 
 (F1) Time coefficients are those of (T1)-(T5) in `step_time`: per layer kind the passes of one micro-batch, the part of
      the backward pass that is weight gradients, what recompute adds, and the two tails of (T4). `in_units` rounds each
-     to the nearest multiple of the instance's time unit; nothing is rounded after that, so a step that is the sum of n
-     rounded terms is within n / 2 units of the same step in seconds.
+     down to a multiple of the instance's time unit; nothing is rounded after that, so a path that is the sum of n
+     rounded terms is at most as long as the same path in seconds, and less than n units shorter.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
+from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,14 +89,18 @@ class TimeCoefficients:
     overhead: float
 
     def in_units(self, unit_s: float) -> TimeCoefficients:
-        """Every coefficient as a whole number of `unit_s`, rounded to nearest."""
+        """Every coefficient as a whole number of `unit_s`, rounded down; both parts of a backward pass on their own."""
         rounded: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple):
-                rounded[field.name] = tuple(round(item / unit_s) for item in value)
+                rounded[field.name] = tuple(floor(item / unit_s) for item in value)
             else:
-                rounded[field.name] = round(value / unit_s)
+                rounded[field.name] = floor(value / unit_s)
+        rounded["backward"] = tuple(
+            floor((both - apart) / unit_s) + floor(apart / unit_s)
+            for both, apart in zip(self.backward, self.weight, strict=True)
+        )
         return replace(self, **rounded)
 
 

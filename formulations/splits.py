@@ -565,12 +565,6 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
             first = largest if instance.limits.recompute == "full" else min(needed, largest)
             options = [[(mode, block)] * d.pp for block in range(max(first, 1), max(largest, 1) + 1)]
     return [
-        Plan(
-            d,
-            tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)),
-            candidate.placement,
-            candidate.micro_batches,
-            schedule=candidate.schedule,  # type: ignore[arg-type]
-        )
+        candidate.plan(tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)))
         for option in options
     ]

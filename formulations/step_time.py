@@ -17,7 +17,8 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
      T = overhead + max_k (end_k - start_k + X_k).
 (T6) every path through the schedule is a lower bound on T. Simple ones: stage k starts after the fill and is then busy,
      T >= overhead + sum_{j<k} (F_j + x_j + L_j) + W_k + X_k, W_k the sum of all its passes; with 1F1B, GPipe and
-     interleaving its last backward pass is followed by those of the stages before it.
+     interleaving its last backward pass is followed by those of the stages before it. One micro-batch goes
+     through all chunks and back: T >= overhead + sum of F, L and B (less w) over all of them, there and back, + X_0.
 (T7) devices straggle: every pass is longer by `straggler` per doubling of the devices.
 
 For even stages and no communication (T5) is the textbook (m + (p - 1) / v) (F + B) of (interleaved) 1F1B (Narayanan et

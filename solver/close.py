@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ortools.sat.python import cp_model
 
+from shardwise.data.plan import Stage
 from shardwise.formulations.cp import Option, build
+from shardwise.solver.default_plan import even_split
 from shardwise.solver.evaluate import admitted_units
 
 if TYPE_CHECKING:
     from shardwise.data.plan import Plan
+    from shardwise.formulations.candidates import Candidate
     from shardwise.solver.search import Search
 
 log = logging.getLogger(__name__)
@@ -107,8 +110,7 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
     """
     for option in options:
         seen = search.seen.get(option.candidate.tie_key)
-        if seen is not None:
-            search.cut_off(seen[1])
+        search.cut_off(even_plan(search, option.candidate) if seen is None else seen[1])
     while True:
         found = _solve(search, statistics, options, workers, seed)
         if found is None:
@@ -121,6 +123,14 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
         statistics.cut_rounds += 1
         statistics.cuts = len(search.cuts)
         search.report("closing", options[0].bound * search.unit_s, len(search.open))
+
+
+def even_plan(search: Search, candidate: Candidate) -> Plan:
+    """Chunks of a candidate as even as they can be: where its longest path is likely to run."""
+    d = candidate.degrees
+    sizes = even_split(len(search.instance.model.layers), d.virtual_stages)
+    stages = (Stage(tuple(sizes[i] for i in candidate.layout.chunks_of(k))) for k in range(d.pp))
+    return candidate.plan(tuple(stages))
 
 
 def _solve(

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.data.pipeline import SPLIT
 from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, work_bound_s
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
-from shardwise.formulations.schedule import DRAINED
+from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
 from shardwise.formulations.splits import SplitSearch, plans_to_try
 from shardwise.formulations.timeline import longest_paths
 from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, evaluate, timed_plan
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_PRUNE_LIMIT = 2000
-RESOLUTION_BITS = 36
-"""The incumbent is worth about 2^36 units. A pass is rounded once and runs for every micro-batch, so this many keep the
-rounding of a step below 1e-5 of it; sums stay far below 2^53."""
+RESOLUTION_BITS = 32
+"""The incumbent is worth about 2^32 units: what CP-SAT multiplies stays far below 2^53, and the step of a plan with
+thousands of micro-batches is still rounded by less than 1e-5 of it."""
 UNLIMITED = 2**60
 NEAR = 1 + 1e-4
 """Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
@@ -122,27 +121,29 @@ class Search:
 
     # -- units ----------------------------------------------------------------------------------------------------
 
-    @property
-    def rounding_units(self) -> int:
-        """How far integer and float step times can differ: half a unit for each rounded term of the longest path.
+    def rounding_units(self, micro_batches: int) -> int:
+        """How many units a step may be worth less than it lasts: one for each rounded term of its longest path.
 
-        A path holds each pass of a chunk at most once; a pass sums one or two terms a layer, and one each for embedding,
-        head and transfer; a transfer adds one. Twice as many for a schedule that splits its backward passes, and for
-        the fill that is taken off again. No candidate has more micro-batches than the global batch.
+        A path holds each pass of a chunk at most once. A pass sums up to three terms a layer (input and weight
+        gradients, recompute), embedding and head likewise, and one to send; a transfer adds one.
         """
         layers, rules = len(self.instance.model.layers), self.instance.rules
-        chunks = 1 if self.instance.limits.range("pp").high == 1 else rules.max_vpp
-        once = 3 * layers + 5 * min(chunks, layers + 2)
-        split = 2 if SPLIT & set(rules.schedules) else 1
-        return (split * self.instance.workload.global_batch * once + 6 * layers + 16) // 2
+        chunks = min(rules.max_vpp * self.instance.cluster.device_count, layers + 2)
+        return micro_batches * (4 * (layers + 2) + 4 * chunks) + 6 * (layers + 2) + 16
+
+    @property
+    def excess_units(self) -> int:
+        """How many units a step may be worth more: those of the time before a stage starts that does not count."""
+        layers, schedules = len(self.instance.model.layers), self.instance.rules.schedules
+        return 3 * (layers + 2) if UNSYNCHRONISED & set(schedules) else 0
 
     def choose_unit(self, step_time_s: float) -> None:
         """A power of two of seconds, so that converting is exact."""
         self.unit_s = 2.0 ** (math.floor(math.log2(step_time_s)) - RESOLUTION_BITS)
 
-    def units_below(self, lower_s: float) -> int:
-        """Integer step time that no plan with a float step time of at least `lower_s` is below."""
-        return math.floor(lower_s * SAFETY / self.unit_s) - self.rounding_units
+    def units_below(self, lower_s: float, micro_batches: int) -> int:
+        """Integer step time that no plan of so many micro-batches that lasts at least `lower_s` is below."""
+        return math.floor(lower_s * SAFETY / self.unit_s) - self.rounding_units(micro_batches)
 
     # -- enumerate and prune --------------------------------------------------------------------------------------
 
@@ -313,9 +314,10 @@ class Search:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
         self.unopened_bound_s = ordered[0][0] if ordered else None
+        most = max((int(grids[grid].micro_batches[row]) for _, grid, row in ordered), default=1)
         for position, (lower_s, grid, row) in enumerate(ordered):
             assert self.incumbent is not None
-            if self.units_below(lower_s) > self.incumbent.units:
+            if self.units_below(lower_s, most) > self.incumbent.units:
                 counts["pruned_by_work_bound"] += len(ordered) - position
                 break
             self.unopened_bound_s = lower_s
@@ -323,7 +325,8 @@ class Search:
             self.report("pruning", lower_s, len(ordered) - position + len(self.open))
             for candidate in self.candidates(grids[grid], row):
                 self.tally.placements += 1
-                if self.units_below(self.placed_bound_s(candidate)) > self.incumbent.units:
+                bound_s = self.placed_bound_s(candidate)
+                if self.units_below(bound_s, candidate.micro_batches) > self.incumbent.units:
                     counts["pruned_by_placement_bound"] += 1
                     continue
                 option = self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)

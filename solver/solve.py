@@ -173,7 +173,7 @@ def _result(
         "candidates": search.tally.to_dict() | {"solved": statistics.candidates},
         "cp_sat": statistics.to_dict(),
         "unit_s": search.unit_s,
-        "rounding_s": search.rounding_units * search.unit_s,
+        "rounding_s": search.excess_units * search.unit_s,
         "wall_time_s": wall_s,
         "workers": workers,
         "seed": seed,
@@ -213,12 +213,12 @@ def _result(
 
 
 def _bound_s(search: Search, closed: bool) -> float:
-    """A float lower bound on every plan: the weakest of what is open, less the accumulated rounding."""
+    """A float lower bound on every plan: the weakest of what is open, less what rounding may have added."""
     assert search.incumbent is not None
     units = search.incumbent.units
     if not closed:
         units = min([units, *(option.bound for option in search.open)])
-    bound = (units - search.rounding_units) * search.unit_s
+    bound = (units - search.excess_units) * search.unit_s
     if not closed and search.unopened_bound_s is not None:
         bound = min(bound, search.unopened_bound_s)
     return max(0.0, min(bound, search.incumbent.evaluation.step_time_s))

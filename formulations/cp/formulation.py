@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.plan import Plan, Recompute, Stage
+from shardwise.data.plan import Stage
 from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.recompute import add_recompute
 from shardwise.formulations.cp.selection import add_selection
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.data.instance import Instance
+    from shardwise.data.plan import Plan, Recompute
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,7 @@ class Formulation:
             sizes = tuple(value(self.chunks.layers[i]) for i in rows)
             mode, block = self._setting(value, rows[0])
             stages.append(Stage(sizes, mode, block))
-        return Plan(
-            candidate.degrees,
-            tuple(stages),
-            candidate.placement,
-            candidate.micro_batches,
-            schedule=candidate.schedule,  # type: ignore[arg-type]
-        )
+        return candidate.plan(tuple(stages))
 
     def _setting(self, value: Callable[[cp_model.IntVar], int], chunk: int) -> tuple[Recompute, int]:
         if value(self.recompute.selective[chunk]):

@@ -127,7 +127,17 @@ def _simple_paths(option: Option, clock: Clock) -> list[Constraint]:
             rows.append(clock.fill[k + 1] >= clock.fill[k] + clock.forward[k] + lag)
             if schedule in DRAINED:
                 rows.append(clock.end[k] >= clock.end[k + 1] + lag + clock.backward[k])
+    rows.append(clock.step >= _there_and_back(option, clock))
     return rows
+
+
+def _there_and_back(option: Option, clock: Clock) -> Linear:
+    """(T6) The first micro-batch goes through all chunks and back; weight gradients do not hold it up."""
+    time, where = option.time, option.candidate.layout
+    slots = range(len(where.stage))
+    lags = 2 * sum(int(time.lags[link]) for link in where.hop_before if link >= 0)
+    way: Linear = sum(clock.forward[i] + clock.backward[i] for i in slots) + clock.tail[0] + int(time.overhead) + lags
+    return way - sum(clock.weight[i] for i in slots) if option.candidate.schedule in SPLIT else way
 
 
 def _path(option: Option, cut: Cut, clock: Clock) -> Constraint:

@@ -98,7 +98,9 @@ def test_the_bound_of_a_placement_is_below_its_fastest_plan(instance: Instance, 
     for corner, seconds in least.items():
         bound = search.placed_bound_s(candidate_of(corner))
         assert bound <= seconds * ROUNDING
-        assert search.units_below(bound) <= min(one.units for one in found if one.corner == corner)
+        assert search.units_below(bound, corner.micro_batches) <= min(
+            one.units for one in found if one.corner == corner
+        )
 
 
 @examples(40)
@@ -147,7 +149,9 @@ def test_trying_a_candidate_gives_its_optimum_or_a_bound_below(instance: Instanc
 def test_integer_and_float_step_times_differ_by_the_stated_rounding(instance: Instance) -> None:
     search, found = search_of(instance)
     for one in found:
-        assert abs(one.units * search.unit_s - one.seconds) <= search.rounding_units * search.unit_s
+        over = one.units * search.unit_s - one.seconds
+        assert over <= search.excess_units * search.unit_s + one.seconds * (ROUNDING - 1)
+        assert -over <= search.rounding_units(one.plan.micro_batches) * search.unit_s
 
 
 def test_the_memory_bound_keeps_a_row_at_exactly_its_least_need_and_drops_it_below() -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from shardwise.data.cluster import Accelerator, Cluster, Domain, Link
@@ -52,7 +52,6 @@ def examples(few: int) -> settings:
         max_examples=few * 40 if THOROUGH else few,
         deadline=None,
         derandomize=not THOROUGH,
-        phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
 
