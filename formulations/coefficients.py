@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import SPLIT
 from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
@@ -67,7 +68,7 @@ class TimeCoefficients:
     """(F1) Per-kind tuples follow `Model.kinds`, with the embedding and the head behind them.
 
     forward, backward, weight
-        One micro-batch's passes without recompute; `weight` is part of `backward`.
+        One micro-batch's passes without recompute; `weight` is the part of `backward` that the schedule splits off.
     selective, full
         What recompute adds to the backward pass.
     tail_floor, tail_overlap
@@ -213,7 +214,10 @@ class CostTables:
         return TimeCoefficients(
             forward=tuple(time.forward_s for time in units),
             backward=tuple(time.backward_s for time in units),
-            weight=tuple(min(own, time.backward_s) for own, time in zip(weights, units, strict=True)),
+            weight=tuple(
+                min(own, time.backward_s) if schedule in SPLIT else 0.0
+                for own, time in zip(weights, units, strict=True)
+            ),
             selective=tuple(time.selective_s for time in units),
             full=tuple(time.full_s for time in units),
             tail_floor=tuple(floor for floor, _ in tails),
