@@ -12,10 +12,12 @@
      chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
      memory is taken at one moment of the schedule only.
 
-So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. With v = 1, or one
-setting for all stages, no plan of a split repeats less on any stage than the split says, and every path is longer where
-more is repeated: trying the splits in order, each with its least setting that fits at every moment, finds the best plan
-of the candidate.
+(P4) a few splits go through the timeline of the schedule together. With v = 1, or one setting for all stages, no plan of a
+     split repeats less on any stage than the split says, and every path is longer where more is repeated: its step with
+     those settings is a bound too, and that of a plan if they fit at every moment.
+
+So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. Where (P4) holds,
+trying the splits in order, each with its least setting that fits, finds the best plan of the candidate.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Plan, Recompute, Stage
-from shardwise.formulations.passes import links_of
+from shardwise.formulations.passes import ChunkCounts, links_of, pass_times
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
@@ -133,6 +135,23 @@ class SplitSearch:
             elif splits is not None:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
+
+    def timed(self, candidate: Candidate, time: TimeCoefficients, splits: list[Split]) -> Ints:
+        """(P4) The step of each split with its own settings: no plan of the split is faster."""
+        where = candidate.layout
+        chunk, stage = np.array(where.chunk), np.array(where.stage)
+        cuts = np.array([split.cuts for split in splits]).T
+        mode = np.array([[_MODES.index(mode) for mode, _ in split.settings] for split in splits]).T[stage]
+        block = np.array([[block for _, block in split.settings] for split in splits]).T[stage]
+        prefixes = self.tables.kind_prefixes
+        start, end = cuts[chunk], cuts[chunk + 1]
+        until = np.minimum(start + np.where(mode == _MODES.index("full"), block, 0), end)
+        every, full = (np.moveaxis(prefixes[stop] - prefixes[start], 2, 1) for stop in (end, until))
+        selective = every * (mode == _MODES.index("selective"))[:, None, :]
+        every[chunk == 0, -2] += 1
+        every[chunk == chunk.max(), -1] += 1
+        passes = pass_times(time, candidate.shape, where, ChunkCounts(every, full, selective))
+        return np.asarray(passes.step(candidate.shape) + int(time.overhead))
 
     def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
         """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""

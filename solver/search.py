@@ -23,13 +23,13 @@ from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, e
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
-from shardwise.formulations.splits import SplitSearch, plans_to_try
+from shardwise.formulations.splits import Split, SplitSearch, plans_to_try
 from shardwise.formulations.timeline import longest_paths
 from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, evaluate, timed_plan
 from shardwise.solver.result import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
@@ -242,28 +242,49 @@ class Search:
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
         """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
 
-        Splits come in ascending order of their bound. With one chunk a stage, or one recompute setting for all stages,
-        the best plan seen is the best of the candidate as soon as no split that is left has a smaller bound; its step
-        time is then the candidate's bound.
+        Splits come in ascending order of their bound. Where (P4) holds, the best plan seen is the best of the candidate
+        as soon as no split that is left has a smaller bound; its step time is then the candidate's bound.
         """
-        exact = candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute
-        bound: int | None = None
-        best: int | None = None
-        for tried, split in enumerate(self.splits.ascending(candidate, time_units, limit)):
-            if bound is None or exact:
-                bound = split.bound if best is None else min(best, split.bound)
-            if (exact and best is not None and best <= split.bound) or tried >= MOST_SPLITS:
-                break
-            for plan in plans_to_try(self.instance, candidate, split):
-                units = self.offer(plan, candidate)
-                if units is not None:
-                    best = units if best is None else min(best, units)
-                    break
+        splits = self.splits.ascending(candidate, time_units, limit)
+        if candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute:
+            bound = self.try_exactly(candidate, time_units, splits, limit)
         else:
-            bound = best if exact else bound
+            some = list(itertools.islice(splits, MOST_SPLITS))
+            bound = some[0].bound if some else None
+            for split in some:
+                self.try_split(candidate, split)
         if bound is None or bound > limit:
             return None
         return Option(candidate, time_units, self.tables.memory(candidate.degrees, candidate.schedule), bound)
+
+    def try_exactly(
+        self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int
+    ) -> int | None:
+        """The step of the candidate's best plan, if it is within `limit`; a bound below it after `MOST_SPLITS`."""
+        best: int | None = None
+        tried = 0
+        while batch := list(itertools.islice(splits, MOST_SPLITS if tried else 1)):
+            if best is not None and best <= batch[0].bound:
+                return best
+            timed = self.splits.timed(candidate, time_units, batch).tolist()
+            for step, split in sorted(zip(timed, batch, strict=True), key=lambda pair: pair[0]):
+                if step > limit or (best is not None and best <= step):
+                    break
+                units = self.try_split(candidate, split)
+                if units is not None:
+                    best = units if best is None else min(best, units)
+            tried += len(batch)
+            if tried > MOST_SPLITS:
+                return batch[-1].bound if best is None else min(best, batch[-1].bound)
+        return best
+
+    def try_split(self, candidate: Candidate, split: Split) -> int | None:
+        """Offer the plans of a split until one is admitted; its units."""
+        for plan in plans_to_try(self.instance, candidate, split):
+            units = self.offer(plan, candidate)
+            if units is not None:
+                return units
+        return None
 
     def cut_off(self, plan: Plan) -> bool:
         """Keep the longest path of `plan` as a cut for all candidates of its shape; False if it is known."""
