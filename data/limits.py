@@ -1,7 +1,7 @@
 """The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`.
 
-Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` takes `=`, and
-`recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
+Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` and `schedule`
+take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
 variable are intersected; an empty intersection is a contradiction and reported as such.
 """
 
@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
+from shardwise.data.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +32,8 @@ INTEGER_VARIABLES = (
     "sequence_parallel",
     "devices",
 )
-RECOMPUTE_MODES = ("none", "selective", "full")
+NAMED: dict[str, tuple[str, ...]] = {"recompute": ("none", "selective", "full"), "schedule": SCHEDULES}
+"""Variables whose value is a word."""
 ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
 MAX_VALUE = 2**31
 
@@ -55,6 +57,7 @@ class Limits:
 
     ranges: dict[str, Range] = field(default_factory=dict)
     recompute: str | None = None
+    schedule: str | None = None
     memory_gb: float = inf
     text: tuple[str, ...] = ()
 
@@ -93,7 +96,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     """
     faults: list[str] = []
     ranges: dict[str, Range] = {}
-    recompute: set[str] = set()
+    named: dict[str, set[str]] = {name: set() for name in NAMED}
     memory_gb = inf
     written = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
     for text in written:
@@ -105,11 +108,11 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             )
             continue
         sign, value = match[2], match[3]
-        if variable == "recompute":
-            if sign not in ("=", "==") or value not in RECOMPUTE_MODES:
-                faults.append(f"limit {text!r}: recompute takes = and one of {', '.join(RECOMPUTE_MODES)}")
+        if variable in NAMED:
+            if sign not in ("=", "==") or value not in NAMED[variable]:
+                faults.append(f"limit {text!r}: {variable} takes = and one of {', '.join(NAMED[variable])}")
             else:
-                recompute.add(value)
+                named[variable].add(value)
         elif variable == "memory_gb":
             number = _number(value)
             if sign not in ("<=", "<") or number is None or not 0 < number < MAX_VALUE:
@@ -122,17 +125,21 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             else:
                 ranges[variable] = _narrow(ranges.get(variable, Range()), sign, int(value))
         else:
-            known = ", ".join((*INTEGER_VARIABLES, "recompute", "memory_gb"))
+            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb"))
             faults.append(f"limit {text!r}: unknown variable {variable!r}; known are {known}")
     for variable, allowed in ranges.items():
         if allowed.low > allowed.high:
             stated = ", ".join(text for text in written if variable_of(text) == variable)
             faults.append(f"limits on {variable} contradict each other: {stated}")
-    if len(recompute) > 1:
-        faults.append(f"limits on recompute contradict each other: {', '.join(sorted(recompute))}")
+    faults += [
+        f"limits on {name} contradict each other: {', '.join(sorted(values))}"
+        for name, values in named.items()
+        if len(values) > 1
+    ]
     if faults:
         raise InputError(faults)
-    return Limits(ranges, next(iter(recompute), None), memory_gb, written)
+    recompute, schedule = (next(iter(named[name]), None) for name in ("recompute", "schedule"))
+    return Limits(ranges, recompute, schedule, memory_gb, written)
 
 
 def _number(value: str) -> float | None:

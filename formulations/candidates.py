@@ -139,8 +139,9 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
         return
     pp = pipelines[:, :1]
     dp, micro_batch, micro_batches = batches.T
-    runs = {name: _runs(name, pipelines, micro_batches, instance) for name in rules.schedules}
-    for tp, schedule in product(tensor_degrees(instance, devices), rules.schedules):
+    schedules = [name for name in rules.schedules if limits.schedule in (None, name)]
+    runs = {name: _runs(name, pipelines, micro_batches, instance) for name in schedules}
+    for tp, schedule in product(tensor_degrees(instance, devices), schedules):
         used = tp * pp * dp
         legal = runs[schedule] & (used <= devices) & (used >= limits.range("devices").low)
         rows, columns = np.nonzero(legal)

@@ -313,7 +313,9 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
         return []
     degrees = {name: int(value) for name, value in asdict(plan.degrees).items()}
     faults = instance.limits.faults(degrees | {"devices": plan.degrees.devices})
-    wanted = instance.limits.recompute
+    schedule, wanted = instance.limits.schedule, instance.limits.recompute
+    if schedule not in (None, plan.schedule):
+        faults.append(f"schedule={plan.schedule} breaks the limit schedule={schedule}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
     elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):

@@ -234,7 +234,7 @@ def universe(instance: Instance) -> dict[str, Any]:
         "devices": instance.cluster.device_count,
         "rules": f"{rules.name} {rules.version}",
         "profile": instance.profile.name,
-        "schedules": list(rules.schedules),
+        "schedules": [name for name in rules.schedules if instance.limits.schedule in (None, name)],
         "zero_stages": list(rules.zero_stages),
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,
@@ -264,6 +264,10 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         allowed = limits.range(name)
         if not any(value in allowed for value in divisors(batch)):
             reasons.append(f"the limits on {name} admit no divisor of global_batch={batch}")
+    if limits.schedule not in (None, *instance.rules.schedules):
+        reasons.append(
+            f"schedule={limits.schedule} is not one of {', '.join(instance.rules.schedules)} ({instance.rules.name})"
+        )
     layers = len(instance.model.layers)
     if limits.range("pp").low > layers + 2:
         reasons.append(f"pp>={limits.range('pp').low} needs more than layers={layers} + 2 chunks")

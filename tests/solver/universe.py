@@ -209,7 +209,8 @@ KIND_NAMES = ("dense", "dense", "mlp", "attention", "moe", "mamba", "identity")
 LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
-    "recompute=none", "recompute=selective", "recompute=full", "recompute=full",
+    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-h1", "schedule=zb-v",
+    "schedule=dualpipe-v", "schedule=gpipe", "schedule=interleaved-1f1b", "schedule=zb-2p",
 )  # fmt: skip
 SHRINKING = (
     "vpp<=3", "micro_batch<=2", "zero=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3",
@@ -351,6 +352,8 @@ def corners(instance: Instance) -> Iterator[Corner]:
     for degrees, micro_batches in legal_degrees(instance):
         for placement in placements(instance, degrees):
             for schedule in legal_schedules(instance, degrees, micro_batches):
+                if instance.limits.schedule not in (None, schedule):
+                    continue
                 yield Corner(degrees, placement, micro_batches, schedule)
 
 
