@@ -396,10 +396,7 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
         causes["weight_gather"] += busy - passes
         work += busy
         recompute += m * float(full[unit] * c.full[unit] + selective[unit] * c.selective[unit])
-    dense, expert = tables.group_rates(d, plan.placement, plan.schedule)
-    params = _stage_params(tables, plan, stage)
-    optimizer = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
-    tail = float(timed.passes.tails[stage])
+    optimizer, tail = optimizer_s(tables, plan, stage), float(timed.passes.tails[stage])
     return TimeParts(
         **causes,
         host=host,
@@ -412,7 +409,14 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
     )
 
 
-def _stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
+def optimizer_s(tables: CostTables, plan: Plan, stage: int) -> float:
+    """(T4) The optimizer's part of the tail of a stage."""
+    dense, expert = tables.group_rates(plan.degrees, plan.placement, plan.schedule)
+    params = stage_params(tables, plan, stage)
+    return dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+
+
+def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     """Parameters on one device of a stage."""
     instance, d = tables.instance, plan.degrees
     kind_params = tables.kind_params(d.tp, d.ep, d.etp)
@@ -445,19 +449,26 @@ def _kept_layers(
     return out
 
 
+def activation_bytes(tables: CostTables, plan: Plan, stage: int) -> tuple[float, ...]:
+    """(M2), (M3) What a micro-batch in flight keeps in each chunk of a stage, fragmentation included."""
+    bytes_of = tables.activations(sharding_of(plan.degrees))
+    held = [0.0] * len(plan.layout.chunks_of(stage))
+    for kind, row, mode in _kept_layers(tables, plan, stage):
+        held[row] += getattr(bytes_of[kind], mode)
+    return tuple(held)
+
+
 def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     """Peak bytes of a stage, at the moment of its largest activations."""
     instance, d = tables.instance, plan.degrees
-    kept = _kept_layers(tables, plan, stage)
-    sharding = sharding_of(d)
-    bytes_of = tables.activations(sharding)
-    vectors = in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
+    sharding, held = sharding_of(d), activation_bytes(tables, plan, stage)
     activations = max(
-        sum(vector[row] * getattr(bytes_of[kind], mode) for kind, row, mode in kept) for vector in vectors
+        sum(count * kept for count, kept in zip(vector, held, strict=True))
+        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
-    states: StateBytes = state_bytes(instance, _stage_params(tables, plan, stage), d)
-    recomputes = any(mode == "full" for _, _, mode in kept)
-    working = max(kind.working for kind in bytes_of) if recomputes else 0.0
+    states: StateBytes = state_bytes(instance, stage_params(tables, plan, stage), d)
+    recomputes = any(mode == "full" for _, _, mode in _kept_layers(tables, plan, stage))
+    working = max(kind.working for kind in tables.activations(sharding)) if recomputes else 0.0
     has_head = d.virtual_stages - 1 in plan.layout.chunks_of(stage)
     logits = head_activations_bytes(instance, sharding) if has_head else 0.0
     used = 1 / (1 + instance.profile.memory_fragmentation)
