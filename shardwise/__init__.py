@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from shardwise.solver.evaluate import Evaluation, evaluate
     from shardwise.solver.many import evaluate_many
     from shardwise.solver.result import Progress, Result
+    from shardwise.solver.simulate import Simulation, simulate
     from shardwise.solver.solve import build_instance, solve
+    from shardwise.solver.trace import chrome_trace
 
 __version__ = "0.1.0"
 
@@ -37,8 +39,11 @@ _HOMES = {
     "evaluate_many": "shardwise.solver.many",
     "Progress": "shardwise.solver.result",
     "Result": "shardwise.solver.result",
+    "Simulation": "shardwise.solver.simulate",
+    "simulate": "shardwise.solver.simulate",
     "build_instance": "shardwise.solver.solve",
     "solve": "shardwise.solver.solve",
+    "chrome_trace": "shardwise.solver.trace",
 }
 
 __all__ = [
@@ -50,14 +55,17 @@ __all__ = [
     "Plan",
     "Progress",
     "Result",
+    "Simulation",
     "Stage",
     "Training",
     "__version__",
     "build_instance",
+    "chrome_trace",
     "evaluate",
     "evaluate_many",
     "load_cluster",
     "load_model",
+    "simulate",
     "solve",
 ]
 

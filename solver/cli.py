@@ -6,6 +6,7 @@ imported by the commands that need them, so that help and catalogues start at on
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -405,6 +406,38 @@ def numbers(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--stages {text!r} must be whole numbers separated by commas, such as 6,6,6,4") from None
+
+
+@app.command("simulate")
+def simulate_command(
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the timeline as a Chrome trace.")
+    ] = None,
+    json_path: JsonOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """One step of a plan, pass by pass: its time, bubbles and memory, and a trace of it.
+
+    The trace opens in chrome://tracing and ui.perfetto.dev. Exit code 0 for a legal plan that fits, 1 for one that is
+    illegal, does not fit or breaks a limit, 2 for bad input.
+    """
+    from shardwise.solver.render import show_simulation
+    from shardwise.solver.simulate import simulate
+    from shardwise.solver.trace import chrome_trace, said_sampled
+
+    check_outputs(output=output, json=json_path)
+    plan = read_plan(plan_path)
+    instance = saved_instance(plan.instance)
+    simulation = simulate(instance, plan)
+    if output is not None:
+        write(json.dumps(chrome_trace(simulation), separators=(",", ":")), output)
+        sampled = said_sampled(simulation)
+        if sampled and not quiet:
+            err.print(f"trace: {sampled}", highlight=False, soft_wrap=True)
+    write_json(simulation.to_dict(), json_path)
+    show_simulation(show(output, json_path), instance, simulation)
+    raise typer.Exit(DONE if simulation.evaluation.admitted else NO)
 
 
 @app.command("export")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.result import Result
+    from shardwise.solver.simulate import Simulation
 
 GB = 1e9
 MIB = 2**20
@@ -49,13 +50,45 @@ def show_result(console: Console, instance: Instance, result: Result) -> None:
 
 def show_verdict(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
     """Everything that `evaluate` prints."""
-    verdict = "legal" if evaluation.legal else "illegal"
-    verdict += ", fits" if evaluation.fits else ", does not fit"
-    verdict += ", breaks limits" if evaluation.limit_faults else ""
-    _line(console, f"[bold]{escape(_title(instance))}: {verdict}[/bold]")
+    _line(console, f"[bold]{escape(_title(instance))}: {_verdict(evaluation)}[/bold]")
     _line(console, f"step time {evaluation.step_time_s:.4f} s")
     show_evaluation(console, instance, plan, evaluation)
     show_assumptions(console, instance)
+
+
+def _verdict(evaluation: Evaluation) -> str:
+    verdict = "legal" if evaluation.legal else "illegal"
+    verdict += ", fits" if evaluation.fits else ", does not fit"
+    return verdict + (", breaks limits" if evaluation.limit_faults else "")
+
+
+def show_simulation(console: Console, instance: Instance, simulation: Simulation) -> None:
+    """Everything that `simulate` prints."""
+    plan, evaluation = simulation.plan, simulation.evaluation
+    _line(console, f"[bold]{escape(_title(instance))}: {_verdict(evaluation)}[/bold]")
+    _line(console, f"step time {simulation.step_time_s:.4f} s, schedule {plan.schedule}")
+    _line(console, f"{_degrees(plan)}; {simulation.micro_batches} micro-batches")
+    if simulation.micro_batches != plan.micro_batches:
+        _line(
+            console,
+            f"[yellow]simulated with {simulation.micro_batches} micro-batches:[/yellow] the schedule does not run with "
+            f"the plan's {plan.micro_batches}",
+        )
+    capacity = evaluation.capacity_mib * MIB / GB
+    table = Table(title="stages", title_justify="left")
+    for name in ("stage", "busy s", "after s", "bubble s", "bubble", "in flight", f"peak GB of {capacity:.1f}"):
+        table.add_column(name, justify="right")
+    busy = simulation.passes.busy_s
+    for k, (tail, memory) in enumerate(zip(simulation.tails, simulation.memory, strict=True)):
+        table.add_row(
+            str(k), f"{busy[k]:.3f}", f"{tail.total_s:.3f}", f"{simulation.bubble_s[k]:.3f}",
+            f"{100 * simulation.bubble_share[k]:.1f} %", str(memory.peak_in_flight), f"{memory.peak_bytes / GB:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    _line(
+        console, "after: exposed gradient sync, optimizer and parameter gather; in flight: micro-batches x chunks, most"
+    )
+    show_faults(console, evaluation)
 
 
 def show_search(console: Console, result: Result) -> None:
@@ -105,6 +138,11 @@ def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation
     _line(console, escape(_energy(evaluation)))
     for risk in evaluation.risks:
         _line(console, f"[yellow]risk:[/yellow] {escape(risk)}")
+    show_faults(console, evaluation)
+
+
+def show_faults(console: Console, evaluation: Evaluation) -> None:
+    """Why a plan is not admitted."""
     for fault in evaluation.faults:
         _line(console, f"[red]illegal:[/red] {escape(fault)}")
     for fault in evaluation.limit_faults:

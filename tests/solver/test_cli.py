@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.data.instance_document import instance_document
 from shardwise.data.plan import Plan
 from shardwise.data.runs import shipped_runs
 from shardwise.solver.cli import app
+from shardwise.solver.default_plan import plan_from_degrees
 
 TRAINING = ("--seq-len", "4096", "--global-batch", "64")
 
@@ -440,7 +443,11 @@ def test_markup_in_names_is_printed_as_it_is(tmp_path: Path, plan_file: Path) ->
 def test_a_plan_file_that_is_none_is_bad_input(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
-    for command in (("evaluate", "--plan", str(path)), ("export", str(path), "--to", "megatron-core")):
+    for command in (
+        ("evaluate", "--plan", str(path)),
+        ("export", str(path), "--to", "megatron-core"),
+        ("simulate", str(path)),
+    ):
         code, text = invoke(*command)
         assert code == 2
         assert text.startswith("error: plan")
@@ -463,6 +470,7 @@ def test_a_mutated_plan_file_is_evaluated_or_refused(plan_file: Path, data: st.D
     mutated.write_text(json.dumps(document))
     assert invoke("evaluate", "--plan", str(mutated))[0] in (0, 1, 2)
     assert invoke("export", str(mutated), "--to", "megatron-core")[0] in (0, 1, 2)
+    assert invoke("simulate", str(mutated), "-o", str(plan_file.with_name("trace.json")), "-q")[0] in (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -569,3 +577,58 @@ def test_evaluate_takes_every_axis(tmp_path: Path) -> None:
     )  # fmt: skip
     assert sharded.returncode == 1
     assert "zero=3 is not one of" in sharded.stdout
+
+
+def test_simulate_writes_a_trace_and_the_summary(plan_file: Path, tmp_path: Path) -> None:
+    trace, summary = tmp_path / "trace.json", tmp_path / "summary.json"
+    done = run("simulate", str(plan_file), "-o", str(trace), "--json", str(summary))
+    assert done.returncode == 0, done.stderr
+    saved = json.loads(plan_file.with_name("result.json").read_text())
+    document = json.loads(summary.read_text())
+    assert document["step_time_s"] == pytest.approx(saved["value"], rel=1e-9)
+    assert len(document["stages"]) == saved["plan"]["degrees"]["pp"]
+    for stage, peak in zip(document["stages"], saved["evaluation"]["stages"], strict=True):
+        assert stage["peak_memory_gb"] == pytest.approx(peak["total_gb"], rel=1e-12)
+    assert f"step time {saved['value']:.4f} s" in done.stdout
+    assert "bubble" in done.stdout
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"X", "C", "M"}
+    alone = run("simulate", str(plan_file), "-o", "-", "-q")
+    assert alone.returncode == 0
+    assert json.loads(alone.stdout) == json.loads(trace.read_text())
+
+
+def test_simulate_tells_no_from_bad_input(plan_file: Path, tmp_path: Path) -> None:
+    document = json.loads(plan_file.read_text())
+    document["micro_batches"] += 1
+    broken = tmp_path / "plan.json"
+    broken.write_text(json.dumps(document))
+    code, text = invoke("simulate", str(broken))
+    assert code == 1
+    assert "illegal: micro_batches=" in text
+    broken.write_text(long_plan(2**20).to_json())
+    code, text = invoke("simulate", str(broken))
+    assert code == 2
+    assert "passes, at most" in text
+    del document["instance"]
+    broken.write_text(json.dumps(document))
+    assert invoke("simulate", str(broken))[0] == 2
+    assert invoke("simulate", str(tmp_path / "absent.json"))[0] == 2
+    assert invoke("simulate", str(plan_file), "-o", str(tmp_path))[0] == 2
+
+
+def test_simulate_says_when_it_shows_a_sample(tmp_path: Path) -> None:
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    plan.write_text(long_plan(4096).to_json())
+    words = "of 4096 micro-batches are shown"
+    assert words in run("simulate", str(plan), "-o", str(trace)).stderr
+    quiet = run("simulate", str(plan), "-o", str(trace), "-q")
+    assert words not in quiet.stdout + quiet.stderr
+    assert words in json.loads(trace.read_text())["otherData"]["sampled"]["why"]
+    assert trace.stat().st_size < 20_000_000
+
+
+def long_plan(micro_batches: int) -> Plan:
+    """Four stages of Llama-3.1-70B, with its instance."""
+    instance = sw.build_instance("llama-3.1-70b", "dgx-h100:4", sw.Training(4096, micro_batches))
+    plan = plan_from_degrees(instance, sw.Degrees(tp=8, pp=4, sequence_parallel=True))
+    return replace(plan, instance=instance_document(instance))
