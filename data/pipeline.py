@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 Schedule = Literal[
@@ -17,7 +17,7 @@ FOLDED = frozenset({"zb-v", "dualpipe-v", "dualpipe"})
 """Schedules whose second half of slots lies on the stages in reverse order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Where the slots of a pipeline lie.
 
@@ -34,6 +34,14 @@ class Layout:
     chunk: tuple[int, ...]
     hop_before: tuple[int, ...]
     directions: tuple[range, ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Per chunk of the network: its stage, and the how-manieth of that stage's chunks it is."""
+        found: dict[int, tuple[int, int]] = {}
+        for chunk, stage in zip(self.chunk, self.stage, strict=True):
+            found.setdefault(chunk, (stage, sum(own == stage for own, _ in found.values())))
+        return tuple(found.values())
 
     def slots_of(self, stage: int) -> tuple[int, ...]:
         """Slots of a stage, in network order."""

@@ -221,9 +221,7 @@ class Plan:
     @property
     def chunk_layers(self) -> tuple[int, ...]:
         """Layers of every chunk in network order."""
-        where = self.layout.stage[: self.degrees.virtual_stages]
-        rows = [where[:chunk].count(stage) for chunk, stage in enumerate(where)]
-        return tuple(self.stages[stage].chunks[row] for stage, row in zip(where, rows, strict=True))
+        return tuple(self.stages[stage].chunks[row] for stage, row in self.layout.places)
 
     @property
     def cuts(self) -> tuple[int, ...]:

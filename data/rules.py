@@ -8,7 +8,7 @@ the lines of Megatron-Core named in `docs/rules.md`.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Rules:
     """What one framework and version accepts.
 
-    `schedules` are searched; `evaluated_schedules` are accepted beside them.
+    `schedules` are searched; `evaluated_schedules` are accepted beside them. `even_chunks`: with vpp > 1 the chunks
+    between the first and the last are as even as can be.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Rules:
     max_vpp: int = 16
     max_micro_batch: int = 32
     evaluated_schedules: tuple[str, ...] = ()
+    even_chunks: bool = True
 
 
 MEGATRON_CORE = Rules(
@@ -66,13 +68,21 @@ FREE = Rules(
     evaluated_schedules=("dualpipe",),
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
+FREE_CHUNKS = "+free-chunks"
 
 
 def load_rules(name: str) -> Rules:
-    """The rule pack of that name; raises `InputError` for an unknown one."""
-    if name not in PACKS:
+    """The rule pack of that name, which may end in `FREE_CHUNKS`; raises `InputError` for an unknown one."""
+    known = name.removesuffix(FREE_CHUNKS)
+    if known not in PACKS:
         raise InputError(f"rules={name!r} is unknown; known packs are {', '.join(PACKS)}")
-    return PACKS[name]
+    return PACKS[known] if name == known else free_chunks(PACKS[known])
+
+
+def free_chunks(rules: Rules) -> Rules:
+    """The pack with any contiguous split into chunks, as a pipeline layout can state it (core/transformer/
+    pipeline_parallel_layer_layout.py)."""
+    return replace(rules, name=rules.name + FREE_CHUNKS, even_chunks=False)
 
 
 def tensor_faults(model: Model, tp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
@@ -195,7 +205,7 @@ def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
         faults.append("a chunk between the first and the last has no layer")
     if len(chunks) == 1 and chunks[0] == 0:
         faults.append("the only stage has no layer")
-    if plan.degrees.vpp > 1 and not is_even(chunks):
+    if plan.degrees.vpp > 1 and rules.even_chunks and not is_even(chunks):
         faults.append(
             "with vpp > 1 the chunks between the first and the last must hold q + 1 or q layers each, larger ones first"
         )

@@ -11,8 +11,8 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      T >= overhead + c (W + transfers).
 (B3) work, v > 1: the mean over stages gives m (W + transfers) / p. Where the schedule drains (interleaving, GPipe) comes
      the mean fill of the chunks 1 .. k - 1, each mean at least (L - n) / (p v - 2) layers because larger chunks come
-     first; n bounds the layers of the last chunk, as a plan with more than n there is slower than the incumbent. The
-     mean alone holds for every schedule.
+     first; n bounds the layers of the last chunk, as a plan with more than n there is slower than the incumbent. With
+     free chunks each has one layer at least. The mean alone holds for every schedule.
 (B4) whole layers: some stage holds at least ceil(L / p) layers, so  T >= overhead + m t ceil(L / p).
 (B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
      the tail is exact.
@@ -95,7 +95,7 @@ class BestCase:
 def work_bound_s(
     work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, micro_batches: npt.ArrayLike,
     pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0,
-    *, drains: bool = True,
+    *, drains: bool = True, even: bool = True,
 ) -> Floats:  # fmt: skip
     """(B2), (B3), (B4) without overhead, element by element.
 
@@ -109,6 +109,8 @@ def work_bound_s(
         Seconds per micro-batch that (B6) adds to W; 0 for v = 1.
     drains
         Whether the schedule's last backward pass on each stage is followed by those of the stages before it.
+    even
+        Whether the middle chunks are even.
     """
     w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
     m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
@@ -118,6 +120,7 @@ def work_bound_s(
         return np.asarray(np.maximum(mean, whole))
     weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
     chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
+    chunk = chunk if even else np.ones_like(chunk)
     interleaved = mean + t * chunk * (p - 1) * (p - 2) / (2 * p)
     return np.asarray(np.maximum(np.where(v == 1, weight * (w + x), interleaved), whole))
 
@@ -168,7 +171,7 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
         work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
-        drains=shape.schedule in DRAINED,
+        drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
     )  # fmt: skip
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
     return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
@@ -178,7 +181,8 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     """(B6) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
     out = np.zeros(len(grid))
-    if not instance.rules.uniform_recompute or shape.schedule != "interleaved-1f1b":
+    rules = instance.rules
+    if not (rules.uniform_recompute and rules.even_chunks) or shape.schedule != "interleaved-1f1b":
         return out
     params = tables.kind_params(shape.tp)
     middle = np.maximum(grid.pp - 2, 1)

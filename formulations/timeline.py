@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Graph:
     before, source
         Per pass: the pass before it on its stage, and the one its input comes from; the number of passes if none.
     levels
-        Where each level starts, and the number of passes.
+        Of each level: where it starts and ends, and the passes that its own wait for, before them and as their source.
     index
         (kind, slot, micro-batch) to pass; -1 where there is none.
     first, last
@@ -64,7 +65,7 @@ class Graph:
     hop: Ints
     before: Ints
     source: Ints
-    levels: tuple[int, ...]
+    levels: tuple[tuple[int, int, Ints, Ints], ...]
     index: Ints
     first: Ints
     last: Ints
@@ -120,13 +121,14 @@ def graph(shape: Shape) -> Graph:
     index[kinds, slot_of, micro] = place[:-1]
     bounds = np.concatenate(([0], np.cumsum(np.bincount(level))))
     offsets = np.concatenate(([0], np.cumsum([len(table) for table in tables])))
+    waits, sources = place[np.array(before)[order]], place[np.array(source)[order]]
     return Graph(
         s,
         (np.array(kinds) * slots + np.array(slot_of))[order],
         np.array(hop)[order],
-        place[np.array(before)[order]],
-        place[np.array(source)[order]],
-        tuple(int(bound) for bound in bounds),
+        waits,
+        sources,
+        tuple((a, b, waits[a:b], sources[a:b]) for a, b in pairwise(bounds.tolist())),
         index,
         place[offsets[:-1]],
         place[offsets[1:] - 1],
@@ -187,10 +189,11 @@ def pass_ends(graph: Graph, durations: Numbers, lags: Numbers) -> Numbers:
     held = durations.reshape(-1, *tail)[graph.duration]
     late = np.concatenate([lags, np.zeros((1, *tail), lags.dtype)])[graph.hop]
     ends = np.zeros((len(graph) + 1, *tail), dtype=np.result_type(durations, lags))
-    before, source = graph.before, graph.source
-    for a, b in zip(graph.levels, graph.levels[1:], strict=False):
-        arrival = ends[source[a:b]] + late[a:b]
-        ends[a:b] = np.maximum(ends[before[a:b]], arrival) + held[a:b]
+    for a, b, before, source in graph.levels:
+        arrival = ends.take(source, axis=0)
+        arrival += late[a:b]
+        np.maximum(arrival, ends.take(before, axis=0), out=arrival)
+        np.add(arrival, held[a:b], out=ends[a:b])
     return ends[:-1]
 
 

@@ -19,6 +19,7 @@ from shardwise.solver.solve import build_instance
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
+    from shardwise.data.profile import Profile
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
 DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
@@ -82,8 +83,9 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
             planned.append((index, *_planned(given, known)))
         except InputError as error:
             records[index] = {"reason": "; ".join(error.faults)}
+    times = _step_times_s(planned)
     for group in _by_instance(planned):
-        for (index, _, _), record in zip(group, _evaluated(group), strict=True):
+        for (index, _, _), record in zip(group, _evaluated(group, times), strict=True):
             records[index] = record
     out = table.copy()
     for name, kind in ADDED.items():
@@ -126,19 +128,30 @@ def _planned(given: Cells, known: dict[tuple[Any, ...], _Known | InputError]) ->
     return shared, plan_from_degrees(shared.instance, degrees, recompute_layers=layers or None, **shape)
 
 
-def _evaluated(group: list[tuple[int, _Known, Plan]]) -> list[Cells]:
+def _step_times_s(planned: list[tuple[int, _Known, Plan]]) -> dict[int, float]:
+    """Step times by row; rows of one profile go through the timelines of their schedules together."""
+    profiles: dict[Profile, list[tuple[int, _Known, Plan]]] = {}
+    for item in planned:
+        profiles.setdefault(item[1].instance.profile, []).append(item)
+    out: dict[int, float] = {}
+    for profile, items in profiles.items():
+        times = step_times_s(plan_table([(known.units, plan) for _, known, plan in items]), profile)
+        out.update(zip((index for index, _, _ in items), times.tolist(), strict=True))
+    return out
+
+
+def _evaluated(group: list[tuple[int, _Known, Plan]], times: dict[int, float]) -> list[Cells]:
     """Records of the rows of one instance."""
     shared = group[0][1]
     instance = shared.instance
     plans = [plan for _, _, plan in group]
-    times = step_times_s(plan_table([(shared.units, plan) for plan in plans]), instance.profile)
     memory = memory_table([(shared.lines, plan) for plan in plans])
     peaks = memory.peaks(instance.profile, np.full(len(plans), "device"))
     fits = memory.mib.max(axis=1) <= cost_tables(instance).capacity_mib
     worst = memory.mib.argmax(axis=1)
     tokens = instance.workload.tokens_per_step
     records = []
-    for row, plan in enumerate(plans):
+    for row, (index, _, plan) in enumerate(group):
         faults = broken_rules(instance, plan)
         reasons = [*faults, *limit_faults(instance, plan)]
         if not fits[row]:
@@ -148,8 +161,8 @@ def _evaluated(group: list[tuple[int, _Known, Plan]]) -> list[Cells]:
             )
         records.append(
             {
-                "step_time_s": float(times[row]),
-                "tokens_per_s_per_device": tokens / float(times[row]) / plan.degrees.devices,
+                "step_time_s": times[index],
+                "tokens_per_s_per_device": tokens / times[index] / plan.degrees.devices,
                 "peak_memory_gb": float(peaks[row]) / 1e9,
                 "legal": not faults,
                 "fits": bool(fits[row]),

@@ -246,7 +246,11 @@ class Search:
         as soon as no split that is left has a smaller bound; its step time is then the candidate's bound.
         """
         splits = self.splits.ascending(candidate, time_units, limit)
-        if candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute:
+        rules, chunked = self.instance.rules, candidate.degrees.vpp > 1
+        bound: int | None
+        if chunked and not rules.even_chunks:
+            bound = self.try_even(candidate, splits)
+        elif not chunked or rules.uniform_recompute:
             bound = self.try_exactly(candidate, time_units, splits, limit)
         else:
             some = list(itertools.islice(splits, MOST_SPLITS))
@@ -256,6 +260,17 @@ class Search:
         if bound is None or bound > limit:
             return None
         return Option(candidate, time_units, self.tables.memory(candidate.degrees, candidate.schedule), bound)
+
+    def try_even(self, candidate: Candidate, splits: Iterator[Split]) -> int:
+        """Offer the best even splits of a candidate whose chunks are free; the bound of its placement holds for all."""
+        best: int | None = None
+        for split in itertools.islice(splits, MOST_SPLITS):
+            if best is not None and best <= split.bound:
+                break
+            units = self.try_split(candidate, split)
+            if units is not None:
+                best = units if best is None else min(best, units)
+        return max(self.units_below(self.placed_bound_s(candidate), candidate.micro_batches), 0)
 
     def try_exactly(
         self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int
@@ -307,7 +322,8 @@ class Search:
         incumbent = self.incumbent
         assert incumbent is not None
         candidate = incumbent.candidate
-        if not self.instance.rules.uniform_recompute:
+        rules = self.instance.rules
+        if not rules.uniform_recompute or (candidate.degrees.vpp > 1 and not rules.even_chunks):
             return False
         splits = list(
             itertools.islice(
@@ -369,14 +385,14 @@ class Search:
         m = candidate.micro_batches
         both = [f + b for f, b in zip(time_s.forward, time_s.backward, strict=True)]
         work = sum(both[unit] for unit in (*instance.model.kind_indices, -2, -1))
-        assert self.incumbent is not None
         fastest = min(both[:-2])
         hops = [link for link in candidate.layout.hop_before if link >= 0]
         transfers = 2 * sum(time_s.sends[link] for link in hops)
-        last = last_chunk_layers(self.incumbent.evaluation.step_time_s, m * fastest, len(instance.model.layers))
+        within_s = math.inf if self.incumbent is None else self.incumbent.evaluation.step_time_s
+        last = last_chunk_layers(within_s, m * fastest, len(instance.model.layers))
         bound = work_bound_s(
             work, transfers, fastest, m, d.pp, d.vpp, len(instance.model.layers), last,
-            drains=candidate.schedule in DRAINED,
+            drains=candidate.schedule in DRAINED, even=instance.rules.even_chunks,
         )  # fmt: skip
         return float(bound) + time_s.overhead
 

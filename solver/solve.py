@@ -17,6 +17,7 @@ from shardwise.data.limits import parse_limits
 from shardwise.data.model import Model
 from shardwise.data.model_catalog import load_model
 from shardwise.data.profile import load_profile
+from shardwise.data.rules import free_chunks as without_even_chunks
 from shardwise.data.rules import load_rules, tensor_faults
 from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
@@ -86,6 +87,7 @@ def solve(
     workers: int | None = None,
     seed: int = 0,
     prune: bool = True,
+    free_chunks: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """Find the plan of least step time and prove how good it is.
@@ -100,6 +102,8 @@ def solve(
         After this many seconds the best plan so far is returned with its bound.
     prune
         False puts every candidate into one CP-SAT model (at most 2,000).
+    free_chunks
+        Search any contiguous split into chunks too, where with vpp > 1 only even ones are otherwise.
     on_progress
         Called with a `Progress` a few times a second.
 
@@ -127,6 +131,8 @@ def solve(
                 faults += error.faults
     if faults or instance is None:
         raise InputError(faults)
+    if free_chunks and instance.rules.even_chunks:
+        instance = replace(instance, rules=without_even_chunks(instance.rules))
     started = time.monotonic()
     deadline = None if time_limit_s is None else started + time_limit_s
     search = Search(instance, deadline, on_progress)
@@ -239,7 +245,9 @@ def universe(instance: Instance) -> dict[str, Any]:
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,
         "recompute": "one setting for all stages" if rules.uniform_recompute else "a setting per stage",
-        "stages": "any contiguous split; with vpp > 1 even chunks, the first and the last free",
+        "stages": "any contiguous split; with vpp > 1 even chunks, the first and the last free"
+        if rules.even_chunks
+        else "any contiguous split",
         "placements": "rank order " + " or ".join(rules.rank_orders)
         if rules.linear_ranks
         else "any factoring over the levels",

@@ -76,7 +76,8 @@ def build(instance: Instance, options: tuple[Option, ...], most: int, cuts: tupl
     chunks = new_chunks(model, instance, max(option.candidate.degrees.virtual_stages for option in options))
     add_selection(model, options, choice)
     add_contiguous_stages(model, instance, options, choice, chunks)
-    add_even_chunks(model, options, choice, chunks)
+    if instance.rules.even_chunks:
+        add_even_chunks(model, options, choice, chunks)
     recompute = add_recompute(model, instance, options, choice, chunks)
     add_memory_capacity(model, options, choice, chunks, recompute)
     clock = add_step_time(model, options, choice, chunks, recompute, most, cuts)

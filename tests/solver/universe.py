@@ -209,8 +209,8 @@ KIND_NAMES = ("dense", "dense", "mlp", "attention", "moe", "mamba", "identity")
 LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
-    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-h1", "schedule=zb-v",
-    "schedule=dualpipe-v", "schedule=gpipe", "schedule=interleaved-1f1b", "schedule=zb-2p",
+    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
+    "schedule=interleaved-1f1b",
 )  # fmt: skip
 SHRINKING = (
     "vpp<=3", "micro_batch<=2", "zero=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3",
@@ -243,7 +243,8 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
         attention=draw(st.sampled_from(("flash", "unfused"))),
     )
-    rules, model, profile = draw(st.sampled_from(("megatron-core", "free"))), draw(models()), draw(profiles())
+    rules = draw(st.sampled_from(("megatron-core", "free"))) + draw(st.sampled_from(("", "", "+free-chunks")))
+    model, profile = draw(models()), draw(profiles())
     limits = draw(st.lists(st.sampled_from(LIMITS), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
@@ -304,7 +305,7 @@ class Corner:
 
     def plans(self, instance: Instance) -> Iterator[Plan]:
         d = self.degrees
-        for chunks in splits(len(instance.model.layers), d.pp, d.vpp):
+        for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks):
             stages = chunks_by_stage(chunks, d.pp, self.schedule)
             for setting in recompute_settings(instance, stages):
                 yield Plan(
@@ -339,7 +340,7 @@ def count_plans(instance: Instance, enough: int) -> int:
         if key not in per_shape:
             per_shape[key] = sum(
                 _count_settings(instance, chunks_by_stage(chunks, d.pp, corner.schedule))
-                for chunks in splits(len(instance.model.layers), d.pp, d.vpp)
+                for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks)
             )
         total += per_shape[key]
         if total > enough:
@@ -363,7 +364,7 @@ def legal_schedules(instance: Instance, degrees: Degrees, micro_batches: int) ->
     if pp == 1:
         return ["1f1b"]
     interleaved: list[Schedule] = ["interleaved-1f1b"] if micro_batches % pp == 0 else []
-    if instance.rules.name == "megatron-core":
+    if instance.rules.name.startswith("megatron-core"):
         return ["1f1b"] if vpp == 1 else interleaved
     if vpp == 1:
         return ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-2p"]
@@ -390,7 +391,7 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
             for zero, sp in itertools.product((0, 1), (False, True)):
                 if sp and (tp == 1 or instance.workload.seq_len % tp):
                     continue
-                if not sp and tp > 1 and instance.rules.name == "megatron-core" and has_experts(instance):
+                if not sp and tp > 1 and instance.rules.name.startswith("megatron-core") and has_experts(instance):
                     continue
                 degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp)
                 if within_limits(instance, degrees):
@@ -430,7 +431,7 @@ def divides(instance: Instance, tp: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def splits(layers: int, pp: int, vpp: int) -> Splits:
+def splits(layers: int, pp: int, vpp: int, *, even: bool = True) -> Splits:
     """Layers of each chunk in network order, for every split that is allowed."""
     chunks = pp * vpp
     if chunks == 1:
@@ -439,7 +440,7 @@ def splits(layers: int, pp: int, vpp: int) -> Splits:
     for first in range(layers + 1):
         for last in range(layers + 1 - first):
             rest = layers - first - last
-            if vpp == 1:
+            if vpp == 1 or not even:
                 middles: Iterator[tuple[int, ...]] = _positive(rest, chunks - 2)
             else:
                 base, larger = divmod(rest, chunks - 2) if chunks > 2 else (0, 0)
@@ -461,7 +462,7 @@ def _positive(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def recompute_settings(instance: Instance, stages: list[tuple[int, ...]]) -> Iterator[Settings]:
     """One setting for all stages or one for each; a block larger than the largest chunk is the same plan again."""
-    if instance.rules.name == "megatron-core":
+    if instance.rules.name.startswith("megatron-core"):
         for setting in _settings(instance, max(max(chunks) for chunks in stages)):
             yield (setting,) * len(stages)
     else:
@@ -478,7 +479,7 @@ def _settings(instance: Instance, largest: int) -> list[tuple[Recompute, int]]:
 
 
 def _count_settings(instance: Instance, stages: list[tuple[int, ...]]) -> int:
-    if instance.rules.name == "megatron-core":
+    if instance.rules.name.startswith("megatron-core"):
         return len(_settings(instance, max(max(chunks) for chunks in stages)))
     return prod(len(_settings(instance, max(chunks))) for chunks in stages)
 
@@ -495,7 +496,7 @@ def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
         if not holds(instance.cluster.root, blocks):
             continue
         orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
-        if instance.rules.name == "megatron-core":
+        if instance.rules.name.startswith("megatron-core"):
             both: tuple[RankOrder, ...] = ("tp-dp-pp", "tp-pp-dp")
             orders = tuple(order for order in both if reached(tp, pp, dp, order))
         if orders:

@@ -1,0 +1,88 @@
+"""Whether what is proven is what the schedule takes: random pipelines, solved and simulated event by event.
+
+    python benchmarks/agreement.py [--instances 500] [--free-chunks]
+
+Attention, MLP-only and Mamba layers in random order, 2 to 16 stages, p to 16 p micro-batches, every schedule of the pack
+`free` in turn. Prints a line for each schedule, and every instance that is not closed or does not agree. With
+`--free-chunks` only interleaved pipelines, whose chunks may be of any size: there a gap is promised, no optimum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "solver"))
+
+from reference_simulator import simulated_step_s
+from schedule_instances import SEARCHED, instance_with
+
+from shardwise.solver.solve import solve
+
+TIME_LIMIT_S = 60
+INTERLEAVED = SEARCHED.index("interleaved-1f1b")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One solved instance."""
+
+    seed: int
+    status: str
+    apart: float
+    gap: float
+    seconds: float
+    cut_rounds: int
+
+
+def solved(seed: int, *, free_chunks: bool) -> Line:
+    instance = instance_with(seed)
+    started = time.monotonic()
+    result = solve(instance=instance, workers=2, time_limit_s=TIME_LIMIT_S, free_chunks=free_chunks)
+    seconds = time.monotonic() - started
+    if result.plan is None or result.value is None or result.gap is None:
+        return Line(seed, result.status, 1.0, 1.0, seconds, 0)
+    apart = abs(result.value / simulated_step_s(instance, result.plan) - 1)
+    return Line(seed, result.status, apart, result.gap, seconds, result.report["cp_sat"]["cut_rounds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instances", type=int, default=500)
+    parser.add_argument("--free-chunks", action="store_true")
+    options = parser.parse_args()
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, OR-Tools {metadata.version('ortools')}, 2 workers"
+    )
+    seeds = range(options.instances)
+    if options.free_chunks:
+        seeds = range(INTERLEAVED, options.instances * len(SEARCHED), len(SEARCHED))
+    lines: dict[str, list[Line]] = defaultdict(list)
+    for done, seed in enumerate(seeds, 1):
+        line = solved(seed, free_chunks=options.free_chunks)
+        lines[SEARCHED[seed % len(SEARCHED)]].append(line)
+        if line.status != "OPTIMAL" or line.apart > 1e-3:
+            print(f"  seed {seed}: {line.status}, gap {line.gap:.3%}, apart {line.apart:.2e}, {line.seconds:.1f} s")
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(seeds)}", end="", file=sys.stderr, flush=True)
+    print(
+        f"{'schedule':<18}{'instances':>10}{'optimal':>9}{'worst gap':>11}{'apart':>9}{'median s':>10}{'worst s':>9}{'rounds':>8}"
+    )
+    for schedule, own in lines.items():
+        print(
+            f"{schedule:<18}{len(own):>10}{sum(line.status == 'OPTIMAL' for line in own):>9}"
+            f"{max(line.gap for line in own):>11.2e}{max(line.apart for line in own):>9.1e}"
+            f"{statistics.median(line.seconds for line in own):>10.2f}{max(line.seconds for line in own):>9.1f}"
+            f"{statistics.mean(line.cut_rounds for line in own):>8.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
