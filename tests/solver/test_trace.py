@@ -47,7 +47,8 @@ def event(phase: str, required: list[str], **properties: Any) -> dict[str, Any]:
 NAMED = {"name": {"type": "string", "minLength": 1}}
 FLOW = NAMED | {"cat": {"type": "string"}, "id": {"type": "integer"}}
 SORTED = {"process_sort_index", "thread_sort_index"}
-# The fields that "Trace Event Format" gives to complete, flow, counter and metadata events.
+# The fields that "Trace Event Format" gives to complete, flow, counter and metadata events. A schema stands for a viewer:
+# Python's readers of the format download a binary (perfetto), bring a notebook server (HolisticTraceAnalysis) or only write.
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["traceEvents"],
