@@ -154,6 +154,9 @@ def plan_training(
     workers: Annotated[int | None, typer.Option("--workers", help="CP-SAT workers.")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     no_prune: Annotated[bool, typer.Option("--no-prune", help="One CP-SAT model over all candidates.")] = False,
+    free_chunks: Annotated[
+        bool, typer.Option("--free-chunks", help="With vpp > 1 any contiguous split, not only even ones.")
+    ] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
@@ -175,6 +178,7 @@ def plan_training(
             workers=workers,
             seed=seed,
             prune=not no_prune,
+            free_chunks=free_chunks,
             on_progress=watch.report,
         )
     write_json(result.to_dict(), json_path)

@@ -110,7 +110,9 @@ def show_search(console: Console, result: Result) -> None:
         parts = [f"{counts['enumerated']} enumerated"]
         parts += [f"{n} pruned by {name.replace('_', ' ')}" for name, n in pruned.items()]
         parts.append(f"{counts['solved']} solved by CP-SAT")
-        _line(console, f"candidates: {', '.join(parts)}; {result.report['wall_time_s']:.2f} s")
+        solved = result.report["cp_sat"]
+        cuts = f"CP-SAT solves {solved['solves']}, critical-path cuts {solved['cuts']} in rounds {solved['cut_rounds']}"
+        _line(console, f"candidates: {', '.join(parts)}; {cuts}; {result.report['wall_time_s']:.2f} s")
 
 
 def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
@@ -243,7 +245,7 @@ def _rows(table: Table, items: Iterable[tuple[str, float]], unit: float, total: 
 def _time(evaluation: Evaluation) -> Table:
     parts = evaluation.parts
     items = [(name, getattr(parts, name)) for name in parts.__slots__]
-    title = f"step time, along the path that is busy on stage {evaluation.busiest_stage}"
+    title = f"step time of stage {evaluation.busiest_stage}, the busiest"
     return _rows(Table("part", "s", "share", title=title, title_justify="left"), items, 1.0, evaluation.step_time_s)
 
 
