@@ -4,13 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# The library that tests/trace reads traces with, in a .venv-trace of its own.
+TRACE_VENV := .venv-trace
+TRACE_BIN := $(TRACE_VENV)/bin
+TRACE_STAMP := $(TRACE_VENV)/.installed
+HTA_VERSION := 0.5.0
+
 # The torch that tests/torch counts: that version and no other, in a .venv-torch of its own.
 TORCH_VENV := .venv-torch
 TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch lint unit fuzz bench lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz bench lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -21,6 +27,10 @@ test: lint unit
 # The step that shardwise counts, under real PyTorch on 4 and 8 processes (docs/counting-check.md).
 test-torch: $(TORCH_STAMP)
 	$(TORCH_BIN)/pytest tests/torch
+
+# The trace of the 405B plan, read by a library that others read traces with.
+test-trace: $(TRACE_STAMP)
+	$(TRACE_BIN)/pytest tests/trace
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,8 +62,14 @@ $(STAMP): pyproject.toml requirements.lock
 $(TORCH_STAMP): pyproject.toml requirements.lock
 	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock \
-		--editable . pytest torch==$(TORCH_VERSION)
+		--editable . pytest hypothesis torch==$(TORCH_VERSION)
+	touch $@
+
+$(TRACE_STAMP): pyproject.toml
+	test -x $(TRACE_BIN)/python || $(PYTHON) -m venv $(TRACE_VENV)
+	$(TRACE_BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--editable . pytest hypothesis HolisticTraceAnalysis==$(HTA_VERSION)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) build dist *.egg-info plan.json
+	rm -rf $(VENV) $(TORCH_VENV) $(TRACE_VENV) build dist *.egg-info plan.json

@@ -54,14 +54,14 @@ def agrees(instance: Instance, result: Result, found: list[Judged]) -> None:
         assert other.value >= min(one.seconds for one in found)
 
 
-@examples(60)
+@examples(40)
 @given(instances())
 def test_exhaustive_search_and_the_solver_agree(instance: Instance) -> None:
     result = solve(instance=instance, workers=1)
     agrees(instance, result, admitted(instance, result.report["unit_s"]))
 
 
-@examples(45)
+@examples(25)
 @given(instances())
 def test_exhaustive_search_and_one_model_without_pruning_agree(instance: Instance) -> None:
     if len(list(itertools.islice(corners(instance), NO_PRUNE_LIMIT + 1))) > NO_PRUNE_LIMIT:
