@@ -120,7 +120,7 @@ class MemoryLines:
         """The lines of a plan."""
         d = plan.degrees
         sharding = sharding_of(d)
-        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp)
+        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp), plan.micro_batches % d.pp
         split = (sharding, d.vpp, self._same(plan.stages), flying, plan.schedule)
         if split not in self._in_flight:
             self._in_flight[split] = self._flying(plan, sharding)

@@ -226,6 +226,9 @@ def in_flight(pp: int, vpp: int, micro_batches: int, stage: int, schedule: str =
         # One micro-batch more than four for each stage adds a period to the steady state and nothing to its peak.
         few = min(micro_batches, 4 * pp + micro_batches % 2)
         return _maximal(_moments(orders(schedule, pp, vpp, few)[stage], layout(schedule, pp, vpp).slots_of(stage)))
+    if vpp > 1 and micro_batches % pp:
+        order = orders("interleaved-1f1b", pp, vpp, micro_batches)[stage]
+        return _maximal(_moments(order, layout("interleaved-1f1b", pp, vpp).slots_of(stage)))
     ahead = min(micro_batches * vpp, ahead_of(schedule, pp, vpp, stage))
     if vpp == 1:
         return ((min(micro_batches, ahead + 1),),)
@@ -243,7 +246,7 @@ def in_flight(pp: int, vpp: int, micro_batches: int, stage: int, schedule: str =
 @lru_cache(maxsize=65536)
 def in_flight_once(pp: int, vpp: int, micro_batches: int, stage: int, schedule: str = "") -> tuple[int, ...]:
     """The vector at one moment, quickly: with (S2) after the warm-up and the first forward pass that follows."""
-    if vpp == 1 or schedule in SPLIT or schedule == "gpipe":
+    if vpp == 1 or schedule in SPLIT or schedule == "gpipe" or micro_batches % pp:
         return in_flight(pp, vpp, micro_batches, stage, schedule)[0]
     total = micro_batches * vpp
     return tuple(_counts(min(total, ahead_of(schedule, pp, vpp, stage) + 1), pp, vpp))
