@@ -26,7 +26,7 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +61,7 @@ class BestCase:
 
     tables: CostTables
     placement_table: PlacementTable
+    fits: dict[int, tuple[Grid, npt.NDArray[np.bool_]]] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> list[tuple[int, ...]]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
@@ -223,8 +224,11 @@ def _tails(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64], work: Floa
 
 
 def _memory_fits(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(B1) of every row."""
-    return least_memory(best, grid, counts) <= best.tables.capacity_mib * MIB
+    """(B1) of every row, remembered: bounds are asked for once without an incumbent and once with one."""
+    known = best.fits.get(id(grid))
+    if known is None or known[0] is not grid:
+        best.fits[id(grid)] = known = grid, least_memory(best, grid, counts) <= best.tables.capacity_mib * MIB
+    return known[1]
 
 
 def least_memory(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> Floats:
