@@ -4,7 +4,8 @@
 
 FACTS is a folder holding `accelerators.csv` and `collectives/*.csv`. `curves.csv` holds one scale-up domain, by (C1) of
 `formulations/collectives.py`; `networks.csv` holds networks, by (C2)-(C6) on top of the curves just fitted. Every row
-carries the error of its fit, and that on the fifth of its points that a second, seeded fit did not see.
+carries the error of its fit, and that on the fifth of its points that a second, seeded fit did not see. `points.csv`
+holds the measurements themselves, those that no fit saw with the reason why.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ HARDWARE = {  # as measured: catalogue name, kind of the scale-up link, its nomi
     "RTX PRO 6000 Blackwell Server": ("RTX PRO 6000 Blackwell Server", "pcie", 63.0),
     "MI300X": ("MI300X", "xgmi", 448.0),
 }
+NETWORKS = {"InfiniBand": "infiniband", "+ IB": "infiniband", "RoCE": "roce", "EFA": "efa"}  # by a word of the fabric
 MEASURED_SENDRECV = {"a100_dgx": "A100-SXM4-80GB", "h100_dgx": "H100-SXM5-80GB"}
 # Tables stop at 512 MiB. Where larger sizes exist (H100: 445 GB/s at 512 MiB, 482 at 16 GiB) the rate rises by 8 %.
 HEADROOM = 1.08
@@ -318,6 +320,60 @@ def network_rows(points: Table, curves: Sequence[Row]) -> list[Row]:
     return out
 
 
+def point_rows(points: Table, vidur: Table) -> list[Row]:
+    """Every measured point of known hardware: `domain_ranks` in each of `domains` that a network joins."""
+    out: list[Row] = []
+    for point in points[points.hw.isin(HARDWARE)].itertuples():
+        name, kind, nominal = HARDWARE[point.hw]
+        network = next((kind for word, kind in NETWORKS.items() if word in point.fabric), "")
+        racks = int(point.num_gpus) // 72 if point.hw == "GB200 NVL72" else int(point.num_nodes)
+        domains = racks if network else 1
+        out.append(
+            {
+                "accelerator": name,
+                "kind": kind,
+                "nominal_GBps": nominal,
+                "op": point.op,
+                "domain_ranks": int(point.num_gpus) // domains,
+                "network": network,
+                "network_GBps": NOMINAL * 1e-9 if network else "",
+                "domains": domains,
+                "bytes": int(point.size_bytes),
+                "time_us": point.time_us,
+                "left_out": why_left_out(point),
+                "source": sources(points.loc[[point.Index]]),
+            }
+        )
+    for topology, hardware in MEASURED_SENDRECV.items():
+        name, kind, nominal = HARDWARE[hardware]
+        group = vidur[(vidur.topology == topology) & (vidur.op == "send_recv") & (vidur.devices_per_node == 2)]
+        # The point nearest to each power of two speaks for the 993.
+        for exponent in range(11, 27):
+            point = group.loc[(group.size_field - 2**exponent).abs().idxmin()]
+            key = {"accelerator": name, "kind": kind, "nominal_GBps": nominal, "op": "sendrecv", "domain_ranks": 2}
+            alone = {"network": "", "network_GBps": "", "domains": 1}
+            seen = {"bytes": int(point.size_field), "time_us": significant(point.latency_ms * 1e3), "left_out": ""}
+            out.append(key | alone | seen | {"source": point.source})
+    order = ("accelerator", "op", "domain_ranks", "domains", "network", "bytes")
+    return sorted(out, key=lambda row: tuple(row[name] for name in order))
+
+
+def why_left_out(point: Any) -> str:
+    """Why no fit saw a point; empty where one did."""
+    alone = point.num_nodes == 1 and MAIN_NOTE not in point.source
+    if alone and (point.hw != "MI300X" or (point.fabric == "xGMI" and point.num_gpus == 8)):
+        return "the curve is fitted to another source" + ("; NVLS off" if "NVLS_ENABLE=0" in str(point.note) else "")
+    if "x NVL72" in point.fabric:
+        return "networks are fitted to H100, H200 and B200 nodes"
+    if "cluster00" in point.source:
+        return "13.5 GB/s on a card of 50: no full NDR"
+    if point.op == "sendrecv" and point.num_nodes > 2:
+        return "half the rate of the card at any size, by an older NCCL"
+    if "EFA" in point.fabric and point.size_bytes < 2**18:
+        return "times fall as the size grows: the warm-up of the run"
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("facts", type=Path)
@@ -327,6 +383,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     points: Table = pd.read_csv(arguments.facts / "collectives" / "nccl_points.csv")
     vidur: Table = pd.read_csv(arguments.facts / "collectives" / "vidur_network_measured.csv")
+    pd.DataFrame(point_rows(points, vidur)).to_csv(out / "points.csv", index=False, lineterminator="\n")
     curves = curve_rows(points, vidur)
     pd.DataFrame(curves).to_csv(out / "curves.csv", index=False, lineterminator="\n")
     networks = network_rows(points, curves)
