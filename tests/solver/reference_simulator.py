@@ -1,63 +1,96 @@
 """A pipeline step event by event, in plain Python: stages take their passes in order, each as soon as its input is there.
 
-Order and durations of the passes are those of the plan; when each starts and ends is worked out here alone.
+The order of the passes is that of `schedule.orders`, which the formulas of the papers check; layout, dependencies, links
+and times are worked out here alone.
 """
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, orders
+from shardwise.data.pipeline import FOLDED
+from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Op, orders
 from shardwise.solver.evaluate import timed_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
 
-Pass = tuple[int, int, int]
-"""Kind, slot and micro-batch."""
+Event = tuple[int, int, int, int]
+"""Stage, kind, slot, micro-batch."""
 
 
-def simulated_passes(instance: Instance, plan: Plan) -> dict[Pass, tuple[float, float]]:
-    """Start and end of every pass, seconds."""
-    timed, where = timed_plan(instance, plan), plan.layout
-    lags = [*timed.passes.lags.tolist(), 0.0]
-    queues = [list(order) for order in orders(plan.schedule, plan.degrees.pp, plan.degrees.vpp, plan.micro_batches)]
-    firsts, lasts = {run[0] for run in where.directions}, {run[-1] for run in where.directions}
-    done: dict[Pass, tuple[float, float]] = {}
-    clock = [0.0] * plan.degrees.pp
-    while any(queues):
-        moved = False
-        for stage, queue in enumerate(queues):
-            while queue:
-                kind, slot, i = queue[0]
-                ready = clock[stage]
-                if kind == FORWARD and slot not in firsts:
-                    sent, link = done.get((FORWARD, slot - 1, i)), where.hop_before[slot]
-                elif kind in (BACKWARD, INPUT) and slot not in lasts:
-                    sent = done.get((BACKWARD, slot + 1, i), done.get((INPUT, slot + 1, i)))
-                    link = where.hop_before[slot + 1]
-                else:
-                    sent, link = (0.0, 0.0), -1
-                if sent is None:
+def stage_of(schedule: str, pp: int, slot: int) -> int:
+    """Chunks lie on the stages in turn, or go down and come up again; the second copy of DualPipe comes from below."""
+    if schedule in FOLDED:
+        return slot if slot < pp else 2 * pp - 1 - slot
+    return slot % pp
+
+
+def reference(
+    schedule: str, pp: int, vpp: int, micro_batches: int, duration: Callable[[int, int], float], lags: list[float]
+) -> dict[Event, tuple[float, float]]:
+    """Start and end of every pass: stages take their passes in order, each when its input has come. One event at a time."""
+    tables = orders(schedule, pp, vpp, micro_batches)
+    slots = 2 * pp if schedule in FOLDED else pp * vpp
+    copies = 2 if schedule == "dualpipe" else 1
+    length = slots // copies
+    split = {(slot, i) for table in tables for kind, slot, i in table if kind == INPUT}
+
+    def needs(op: Op) -> Op | None:
+        kind, slot, i = op
+        if kind == FORWARD:
+            return (FORWARD, slot - 1, i) if slot % length else None
+        if kind == WEIGHT or slot % length == length - 1:
+            return None
+        return (INPUT if (slot + 1, i) in split else BACKWARD, slot + 1, i)
+
+    def lag(a: int, b: int) -> float:
+        return 0.0 if a == b else lags[min(a, b)] if abs(a - b) == 1 else lags[pp - 1]
+
+    out: dict[Event, tuple[float, float]] = {}
+    ended: dict[Op, float] = {}
+    position, free = [0] * pp, [0.0] * pp
+    events: list[tuple[float, int, int, Op | None]] = [(0.0, -1, k, None) for k in range(pp)]
+    while events:
+        now, _, k, done = heappop(events)
+        if done is not None:
+            ended[done] = now
+        # What ended may let any stage go on: its own, or one that waits for the transfer.
+        for stage in range(pp) if done is not None else (k,):
+            while position[stage] < len(tables[stage]):
+                op = tables[stage][position[stage]]
+                source = needs(op)
+                if source is not None and source not in ended:
                     break
-                start = max(ready, sent[1] + lags[link])
-                clock[stage] = start + float(timed.passes.durations[kind, slot])
-                done[kind, slot, i] = start, clock[stage]
-                queue.pop(0)
-                moved = True
-        assert moved, "the schedule is stuck"
-    return done
+                if op[0] == WEIGHT:
+                    assert any(e[1:] == (INPUT, *op[1:]) for e in out), "a weight gradient before its input gradient"
+                arrived = 0.0 if source is None else ended[source] + lag(stage_of(schedule, pp, source[1]), stage)
+                start = max(free[stage], arrived)
+                end = start + duration(op[0], op[1])
+                out[(stage, *op)] = (start, end)
+                free[stage] = end
+                position[stage] += 1
+                heappush(events, (end, len(out), stage, op))
+    assert position == [len(table) for table in tables]
+    return out
 
 
 def simulated_step_s(instance: Instance, plan: Plan) -> float:
     """The step of a plan: until its last stage has ended, or, where stages do not wait for each other before the
     optimizer, the longest time that a stage is at work."""
-    timed, where = timed_plan(instance, plan), plan.layout
-    passes = simulated_passes(instance, plan)
+    timed, d = timed_plan(instance, plan), plan.degrees
+
+    def duration(kind: int, slot: int) -> float:
+        return float(timed.passes.durations[kind, slot])
+
+    passes = reference(plan.schedule, d.pp, d.vpp, plan.micro_batches, duration, timed.passes.lags.tolist())
     spans = []
-    for stage in range(plan.degrees.pp):
-        own = [times for (_, slot, _), times in passes.items() if where.stage[slot] == stage]
+    for stage in range(d.pp):
+        own = [times for event, times in passes.items() if event[0] == stage]
         start = min(times[0] for times in own) if plan.schedule in ("zb-h1", "zb-2p", "zb-v") else 0.0
         spans.append(max(times[1] for times in own) - start + float(timed.passes.tails[stage]))
     return max(spans) + float(timed.coefficients.overhead)
