@@ -328,6 +328,7 @@ def point_rows(points: Table, vidur: Table) -> list[Row]:
         network = next((kind for word, kind in NETWORKS.items() if word in point.fabric), "")
         racks = int(point.num_gpus) // 72 if point.hw == "GB200 NVL72" else int(point.num_nodes)
         domains = racks if network else 1
+        doubt = "; its 96 ranks are inferred, 64 to 96 are possible" if "inferred" in str(point.note) else ""
         out.append(
             {
                 "accelerator": name,
@@ -341,7 +342,7 @@ def point_rows(points: Table, vidur: Table) -> list[Row]:
                 "bytes": int(point.size_bytes),
                 "time_us": point.time_us,
                 "left_out": why_left_out(point),
-                "source": sources(points.loc[[point.Index]]),
+                "source": sources(points.loc[[point.Index]]) + doubt,
             }
         )
     for topology, hardware in MEASURED_SENDRECV.items():

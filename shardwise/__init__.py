@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.data.model_catalog import load_model
     from shardwise.data.plan import Degrees, Placement, Plan, Stage
     from shardwise.data.workload import Training
+    from shardwise.solver.collective import collective
     from shardwise.solver.evaluate import Evaluation, evaluate
     from shardwise.solver.many import evaluate_many
     from shardwise.solver.result import Progress, Result
@@ -34,6 +35,7 @@ _HOMES = {
     "Plan": "shardwise.data.plan",
     "Stage": "shardwise.data.plan",
     "Training": "shardwise.data.workload",
+    "collective": "shardwise.solver.collective",
     "Evaluation": "shardwise.solver.evaluate",
     "evaluate": "shardwise.solver.evaluate",
     "evaluate_many": "shardwise.solver.many",
@@ -61,6 +63,7 @@ __all__ = [
     "__version__",
     "build_instance",
     "chrome_trace",
+    "collective",
     "evaluate",
     "evaluate_many",
     "load_cluster",

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
 from shardwise.solver.terminal import (
     BAD_INPUT,
@@ -75,6 +76,7 @@ app = typer.Typer(
 )
 plan_app = typer.Typer(no_args_is_help=True, help="Find the best plan and prove how good it is.")
 app.add_typer(plan_app, name="plan")
+app.command("collective")(collective_command)
 app.command("validate")(validate_command)
 app.command("calibrate")(calibrate_command)
 

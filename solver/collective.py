@@ -21,7 +21,8 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate, takewhile
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.cluster import Cluster
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.cluster import Accelerator, Link
     from shardwise.data.efficiency import CollectiveCurve, NetworkCurve
+    from shardwise.data.measured_collectives import MeasuredCollective
     from shardwise.formulations.collectives import Route, Spans
 
 WORDS = {
@@ -56,7 +58,7 @@ NEAR = 2.0
 """Measured points within this factor in size are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that communicate: `members` of each level of a cluster, innermost first (L1)."""
 
@@ -94,26 +96,23 @@ class Group:
     def placement(self) -> str:
         return " x ".join(f"{level} {members}" for level, members, _ in self.used)
 
-    @cached_property
+    @property
     def domain(self) -> tuple[int, Link | None]:
         """Ranks of the innermost scale-up domain and its link; levels of one kind and rate are one domain."""
-        ranks, joined = 1, None
-        for _, members, link in self.used:
-            if link.kind not in SCALE_UP_KINDS or (joined is not None and not _same(link, joined)):
-                break
-            ranks, joined = ranks * members, joined or link
-        return ranks, joined
+        inside = self.used[: self._depth]
+        return math.prod(members for _, members, _ in inside), inside[0][2] if inside else None
 
-    @cached_property
+    @property
     def outside(self) -> tuple[tuple[int, Link], ...]:
         """What joins the domains."""
-        inside, left = self.domain[0], 1
-        rest = []
-        for _, members, link in self.used:
-            if left >= inside:
-                rest.append((members, link))
-            left *= members
-        return tuple(rest)
+        return tuple((members, link) for _, members, link in self.used[self._depth :])
+
+    @property
+    def _depth(self) -> int:
+        first = self.used[0][2]
+        if first.kind not in SCALE_UP_KINDS:
+            return 0
+        return len(list(takewhile(lambda level: _same(level[2], first), self.used)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,9 @@ class Row:
         }
 
 
-def collective(op: str, bytes: int, cluster: Cluster | str | os.PathLike[str], group: int | None = None) -> pd.DataFrame:
+def collective(
+    op: str, bytes: int, cluster: Cluster | str | os.PathLike[str], group: int | None = None
+) -> pd.DataFrame:
     """Return the time of a collective by group, size and algorithm, one row each.
 
     Parameters
@@ -213,7 +214,7 @@ def collective(op: str, bytes: int, cluster: Cluster | str | os.PathLike[str], g
     for row in collective_rows(op, bytes, cluster, group):
         cells = row.to_dict()
         cells["curves"] = "; ".join(row.curves)
-        nearest = next(iter(cells.pop("measured")), {})
+        nearest: dict[str, Any] = next(iter(cells.pop("measured")), {})
         for name in ("bytes", "time_s", "error", "left_out_of_fit", "source"):
             cells[f"measured_{name}"] = nearest.get(name)
         flat.append(cells)
@@ -231,29 +232,20 @@ def collective_rows(
         faults.append(f"op={op!r:.40} must be one of {', '.join(WORDS)}")
     if not _whole(bytes) or not 1 <= bytes <= MAX_BYTES:
         faults.append(f"bytes={bytes!r:.40} must be a whole number between 1 and 2^50")
-    read = None
+    if group is not None and (not _whole(group) or group < 2):
+        faults.append(f"group={group!r:.40} must be a whole number of 2 or more")
     try:
         read = cluster if isinstance(cluster, Cluster) else load_cluster(os.fspath(cluster))
     except InputError as error:
-        faults += error.faults
-    groups: list[Group] = []
-    if read is not None and not (wrong := cluster_faults(read)):
-        groups, wrong = groups_of(read, group)
-        faults += wrong
-    elif read is not None:
-        faults += wrong
-    if group is not None and (read is None or wrong) and (not _whole(group) or group < 2) and not _said(faults):
-        faults.append(f"group={group!r:.40} must be a whole number of 2 or more")
-    if faults or read is None:
+        raise InputError([*faults, *error.faults]) from None
+    faults += cluster_faults(read)
+    if faults:
         raise InputError(faults)
+    groups = groups_of(read, group)
     name = known[_plain(op)]
     return tuple(
         row for one in groups for size in message_sizes(bytes) for row in group_rows(name, read.name, one, size)
     )
-
-
-def _said(faults: list[str]) -> bool:
-    return any(fault.startswith("group=") for fault in faults)
 
 
 def cluster_faults(cluster: Cluster) -> list[str]:
@@ -272,26 +264,24 @@ def cluster_faults(cluster: Cluster) -> list[str]:
     return faults
 
 
-def groups_of(cluster: Cluster, group: int | None) -> tuple[list[Group], list[str]]:
-    """Return the groups that get rows (L1), or what is wrong with the size asked for."""
-    most = cluster.device_count
+def groups_of(cluster: Cluster, group: int | None) -> list[Group]:
+    """Return the groups that get rows (L1)."""
+    full = [cluster.capacity(())]
+    for _ in cluster.levels[1:]:
+        full.append(cluster.capacity(tuple(full)))
     if group is None:
-        sizes = {2**exponent for exponent in range(1, most.bit_length())}
-        block: tuple[int, ...] = ()
-        for _ in cluster.levels:
-            block = (*block, cluster.capacity(block))
-            sizes.add(math.prod(block))
-        packed = ([max(found)] for size in sorted(sizes - {1}) if (found := list(placements(cluster, size))))
-        chosen = [members for one in packed for members in one]
+        sizes = {2**exponent for exponent in range(1, cluster.device_count.bit_length())}
+        sizes |= set(accumulate(full, mul))
+        chosen = [max(found) for size in sorted(sizes - {1}) if (found := list(placements(cluster, size)))]
     else:
-        if not _whole(group) or not 2 <= group <= most:
-            return [], [f"group={group!r:.40} must be a whole number between 2 and {most}, the devices of {cluster.name}"]
         chosen = sorted(placements(cluster, group), reverse=True)
         if not chosen:
-            room = ", ".join(f"{level} {size}" for level, size in zip(cluster.levels, _room(cluster), strict=True))
-            return [], [f"group={group} must be a product of one number for each level of {cluster.name} ({room})"]
+            room = " x ".join(f"{level} {size}" for level, size in zip(cluster.levels, full, strict=True))
+            raise InputError(
+                f"group={group} must be a product of one number per level, within {room} of {cluster.name}"
+            )
     links = tuple(links[0] for links in cluster.links)
-    return [Group(cluster.accelerators[0], cluster.levels, links, members) for members in chosen], []
+    return [Group(cluster.accelerators[0], cluster.levels, links, members) for members in chosen]
 
 
 def placements(cluster: Cluster, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -348,6 +338,8 @@ def curves_of(op: str, algorithm: str, group: Group) -> tuple[tuple[str, ...], b
     if link is not None and not (op == "sendrecv" and group.outside):
         passing = "all_gather" if algorithm == "ring" and op == "all_reduce" else op
         used.append((link, f"{passing} of {ranks} ranks", collective_curve(accelerator, link, passing, ranks)))
+        if op == "alltoall" and group.outside:
+            used.append((link, f"start of {group.ranks} ranks", collective_curve(accelerator, link, op, group.ranks)))
     outer = group.outside[-1:] if op == "sendrecv" else group.outside
     for members, link in outer:
         if link.kind in SCALE_UP_KINDS:
@@ -356,7 +348,7 @@ def curves_of(op: str, algorithm: str, group: Group) -> tuple[tuple[str, ...], b
             kind = {"pairwise": "alltoall", "p2p": "sendrecv"}.get(algorithm, algorithm)
             used.append((link, kind, network_curve(link, kind)))
     said = [
-        f"{link.name}, {what}: measured on {curve.measured_on}" + (f" ({curve.note})" if curve.note else "")
+        f"{link.name}, {what}: from measurements on {curve.measured_on}" + (f" ({curve.note})" if curve.note else "")
         for link, what, curve in used
     ]
     return tuple(said), any(curve.scaled for _, _, curve in used)
@@ -368,7 +360,7 @@ def comparisons(op: str, group: Group, size: int) -> tuple[Comparison, ...]:
     if len(outside) > 1:
         return ()
     domains, network = outside[0] if outside else (1, None)
-    nearest = {}
+    nearest: dict[str, MeasuredCollective] = {}
     points = measured_collectives(group.accelerator.name, op, ranks, domains)
     near = [point for point in points if size <= NEAR * point.bytes and point.bytes <= NEAR * size]
     for point in sorted(near, key=lambda point: (abs(math.log(point.bytes / size)), bool(point.left_out))):
@@ -384,13 +376,6 @@ def comparisons(op: str, group: Group, size: int) -> tuple[Comparison, ...]:
         )
         for point in nearest.values()
     )
-
-
-def _room(cluster: Cluster) -> list[int]:
-    block: tuple[int, ...] = ()
-    for _ in cluster.levels:
-        block = (*block, cluster.capacity(block))
-    return list(block)
 
 
 def _same(link: Link, other: Link) -> bool:
