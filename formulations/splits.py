@@ -14,7 +14,8 @@
 
 (P4) a few splits go through the timeline of the schedule together. With v = 1, or one setting for all stages, no plan of a
      split repeats less on any stage than the split says, and every path is longer where more is repeated: its step with
-     those settings is a bound too, and that of a plan if they fit at every moment.
+     those settings is a bound too, and that of its best plan if they fit at every moment. In all other cases its step
+     without recompute is a bound, and that of a plan that repeats nothing.
 
 So the value is an admissible bound for every plan of the candidate, and its split a good plan to try. Where (P4) holds,
 trying the splits in order, each with its least setting that fits, finds the best plan of the candidate.
@@ -136,12 +137,18 @@ class SplitSearch:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
 
+    def exact(self, candidate: Candidate, split: Split) -> bool:
+        """(P4) Whether no plan of the split repeats less than it says, on any chunk."""
+        return candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute
+
     def timed(self, candidate: Candidate, time: TimeCoefficients, splits: list[Split]) -> Ints:
-        """(P4) The step of each split with its own settings: no plan of the split is faster."""
+        """(P4) The step of each split, with its own settings where they are exact and without recompute where not: no
+        plan of the split is faster."""
         where = candidate.layout
         chunk, stage = np.array(where.chunk), np.array(where.stage)
         cuts = np.array([split.cuts for split in splits]).T
         mode = np.array([[_MODES.index(mode) for mode, _ in split.settings] for split in splits]).T[stage]
+        mode = np.where([self.exact(candidate, split) for split in splits], mode, _MODES.index("none"))
         block = np.array([[block for _, block in split.settings] for split in splits]).T[stage]
         prefixes = self.tables.kind_prefixes
         start, end = cuts[chunk], cuts[chunk + 1]

@@ -246,17 +246,10 @@ class Search:
         as soon as no split that is left has a smaller bound; its step time is then the candidate's bound.
         """
         splits = self.splits.ascending(candidate, time_units, limit)
-        rules, chunked = self.instance.rules, candidate.degrees.vpp > 1
-        bound: int | None
-        if chunked and not rules.even_chunks:
-            bound = self.try_even(candidate, splits)
-        elif not chunked or rules.uniform_recompute:
-            bound = self.try_exactly(candidate, time_units, splits, limit)
+        if candidate.degrees.vpp > 1 and not self.instance.rules.even_chunks:
+            bound: int | None = self.try_even(candidate, splits)
         else:
-            some = list(itertools.islice(splits, MOST_SPLITS))
-            bound = some[0].bound if some else None
-            for split in some:
-                self.try_split(candidate, split)
+            bound = self.try_splits(candidate, time_units, splits, limit)
         if bound is None or bound > limit:
             return None
         return Option(candidate, time_units, self.tables.memory(candidate.degrees, candidate.schedule), bound)
@@ -272,26 +265,31 @@ class Search:
                 best = units if best is None else min(best, units)
         return max(self.units_below(self.placed_bound_s(candidate), candidate.micro_batches), 0)
 
-    def try_exactly(
+    def try_splits(
         self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int
     ) -> int | None:
-        """The step of the candidate's best plan, if it is within `limit`; a bound below it after `MOST_SPLITS`."""
-        best: int | None = None
+        """The step of the candidate's best plan, or a bound below it: of the splits that (P4) leaves open, or of those
+        not tried after `MOST_SPLITS`; None where no plan is within `limit`."""
+        best = open_bound = UNLIMITED
         tried = 0
         while batch := list(itertools.islice(splits, MOST_SPLITS if tried else 1)):
-            if best is not None and best <= batch[0].bound:
-                return best
+            if best <= batch[0].bound:
+                break
             timed = self.splits.timed(candidate, time_units, batch).tolist()
             for step, split in sorted(zip(timed, batch, strict=True), key=lambda pair: pair[0]):
-                if step > limit or (best is not None and best <= step):
+                if step > limit or best <= step:
                     break
                 units = self.try_split(candidate, split)
                 if units is not None:
-                    best = units if best is None else min(best, units)
+                    best = min(best, units)
+                if not self.splits.exact(candidate, split) and (units is None or units > step):
+                    open_bound = min(open_bound, max(step, split.bound))
             tried += len(batch)
             if tried > MOST_SPLITS:
-                return batch[-1].bound if best is None else min(best, batch[-1].bound)
-        return best
+                open_bound = min(open_bound, batch[-1].bound)
+                break
+        bound = min(best, open_bound)
+        return None if bound == UNLIMITED else bound
 
     def try_split(self, candidate: Candidate, split: Split) -> int | None:
         """Offer the plans of a split until one is admitted; its units."""
