@@ -13,7 +13,8 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      the mean fill of the chunks 1 .. k - 1, each mean at least (L - n) / (p v - 2) layers because larger chunks come
      first; n bounds the layers of the last chunk, as a plan with more than n there is slower than the incumbent. With
      free chunks each has one layer at least. The mean alone holds for every schedule.
-(B4) whole layers: some stage holds at least ceil(L / p) layers, so  T >= overhead + m t ceil(L / p).
+(B4) whole layers: of the j slowest layers some stage holds ceil(j / p), so  T >= overhead + m times the sum of the fastest
+     ceil(j / p) of them, for every j.
 (B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
      the tail is exact.
 (B6) recompute, interleaving, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
@@ -94,7 +95,7 @@ class BestCase:
 
 
 def work_bound_s(
-    work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, micro_batches: npt.ArrayLike,
+    work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, whole: npt.ArrayLike, micro_batches: npt.ArrayLike,
     pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0,
     *, drains: bool = True, even: bool = True,
 ) -> Floats:  # fmt: skip
@@ -102,8 +103,8 @@ def work_bound_s(
 
     Parameters
     ----------
-    work, transfers, fastest
-        Seconds per micro-batch: W, exposed transfers summed over stages, and t.
+    work, transfers, fastest, whole
+        Seconds per micro-batch: W, exposed transfers summed over stages, t, and `whole_layers_s`.
     last_chunk
         n of (B3).
     repeated
@@ -115,15 +116,29 @@ def work_bound_s(
     """
     w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
     m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
-    whole = m * t * np.ceil(layers / p)
+    largest = m * np.asarray(whole, dtype=np.float64)
     mean = m / p * (w + x + np.asarray(repeated))
     if not drains:
-        return np.asarray(np.maximum(mean, whole))
+        return np.asarray(np.maximum(mean, largest))
     weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
     chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
     chunk = chunk if even else np.ones_like(chunk)
     interleaved = mean + t * chunk * (p - 1) * (p - 2) / (2 * p)
-    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x), interleaved), whole))
+    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x), interleaved), largest))
+
+
+def whole_layers_s(kinds_s: list[float], counts: npt.NDArray[np.int64], pp: npt.ArrayLike) -> Floats:
+    """(B4) for one micro-batch and each of `pp`: layers of each kind take `kinds_s` and there are `counts` of them."""
+    stages = np.asarray(pp, dtype=np.int64)
+    if len(kinds_s) == 1:
+        return np.asarray(kinds_s[0] * -(-counts[0] // stages), dtype=np.float64)
+    several, where = np.unique(stages, return_inverse=True)
+    slowest = np.sort(np.repeat(kinds_s, counts))[::-1]
+    until = np.concatenate(([0.0], np.cumsum(slowest)))
+    among = np.arange(1, len(slowest) + 1)
+    held = -(-among // several[:, None])
+    found: Floats = (until[among] - until[among - held]).max(axis=1)
+    return found[where].reshape(stages.shape)
 
 
 def last_chunk_layers(incumbent_s: float, layer_s: npt.ArrayLike, layers: int) -> Floats:
@@ -149,18 +164,20 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
     kinds = np.array(instance.model.kind_indices)
     counts = np.bincount(kinds, minlength=len(instance.model.kinds))
     layers, profile = len(kinds), instance.profile
-    work, fastest, hops = (np.full(len(grid), np.inf) for _ in range(3))
+    work, fastest, whole, hops = (np.full(len(grid), np.inf) for _ in range(4))
     for micro_batch in np.unique(grid.micro_batch):
         rows = grid.micro_batch == micro_batch
         sharding = shape.sharding(int(micro_batch))
         times = best.times(sharding)
         total = sum(n * time.both_s for n, time in zip(counts, times.kinds, strict=True))
         work[rows] = total + times.embedding.both_s + times.head.both_s
-        fastest[rows] = min(time.both_s for time in times.kinds)
+        kinds_s = [time.both_s for time in times.kinds]
+        fastest[rows] = min(kinds_s)
+        whole[rows] = whole_layers_s(kinds_s, counts, grid.pp[rows])
         probe = Degrees(tp=shape.tp, micro_batch=int(micro_batch), sequence_parallel=shape.sequence_parallel)
         hops[rows] = min(hop_time_s(instance, probe, link) for link in instance.levels)
     scale = 1 + profile.straggler * np.log2(shape.tp * grid.pp * grid.dp)
-    work, fastest = work * scale, fastest * scale
+    work, fastest, whole = work * scale, fastest * scale, whole * scale
     sums = _tails(best, grid, counts, work)
     exchange = exchange_time_s(profile, hops, grid.vpp)
     sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
@@ -171,7 +188,7 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBo
         last_chunk = np.asarray(most, dtype=np.float64)
     repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
-        work, transfers, fastest, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
+        work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
         drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
     )  # fmt: skip
     lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s

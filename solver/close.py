@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from math import floor, isfinite
 from typing import TYPE_CHECKING, Any
 
 from ortools.sat.python import cp_model
@@ -162,6 +163,8 @@ def _solve(
         return formulation.plan(solver.value), solver.value(formulation.clock.step)
     if status == cp_model.FEASIBLE:
         accept(search, formulation.plan(solver.value), options)
+    if isfinite(solver.best_objective_bound):
+        search.raise_bounds(options, floor(solver.best_objective_bound / len(options)))
     return None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, work_bound_s
+from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, whole_layers_s, work_bound_s
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
@@ -345,6 +345,13 @@ class Search:
         assert self.incumbent is not None
         return (option.bound, option.candidate.tie_key) > self.incumbent.key
 
+    def raise_bounds(self, options: tuple[Option, ...], units: int) -> None:
+        """No plan of `options` that would be returned is below `units`."""
+        among = {id(option) for option in options}
+        self.open = [
+            replace(option, bound=max(option.bound, units)) if id(option) in among else option for option in self.open
+        ]
+
     def prune(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> None:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
@@ -384,12 +391,13 @@ class Search:
         both = [f + b for f, b in zip(time_s.forward, time_s.backward, strict=True)]
         work = sum(both[unit] for unit in (*instance.model.kind_indices, -2, -1))
         fastest = min(both[:-2])
+        whole = whole_layers_s(both[:-2], np.bincount(instance.model.kind_indices), d.pp)
         hops = [link for link in candidate.layout.hop_before if link >= 0]
         transfers = 2 * sum(time_s.sends[link] for link in hops)
         within_s = math.inf if self.incumbent is None else self.incumbent.evaluation.step_time_s
         last = last_chunk_layers(within_s, m * fastest, len(instance.model.layers))
         bound = work_bound_s(
-            work, transfers, fastest, m, d.pp, d.vpp, len(instance.model.layers), last,
+            work, transfers, fastest, whole, m, d.pp, d.vpp, len(instance.model.layers), last,
             drains=candidate.schedule in DRAINED, even=instance.rules.even_chunks,
         )  # fmt: skip
         return float(bound) + time_s.overhead
