@@ -1,6 +1,6 @@
 """Whether what is proven is what the schedule takes: random pipelines, solved and simulated event by event.
 
-    python benchmarks/agreement.py [--instances 500] [--free-chunks]
+    python benchmarks/agreement.py [--instances 500] [--first 0] [--free-chunks]
 
 Attention, MLP-only and Mamba layers in random order, 2 to 16 stages, p to 16 p micro-batches, every schedule of the pack
 `free` in turn. Prints a line for each schedule, and every instance that is not closed or does not agree. With
@@ -56,14 +56,16 @@ def solved(seed: int, *, free_chunks: bool) -> Line:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--instances", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first instance")
     parser.add_argument("--free-chunks", action="store_true")
     options = parser.parse_args()
     print(
         f"{platform.machine()}, Python {platform.python_version()}, OR-Tools {metadata.version('ortools')}, 2 workers"
     )
-    seeds = range(options.instances)
+    seeds = range(options.first, options.first + options.instances)
     if options.free_chunks:
-        seeds = range(INTERLEAVED, options.instances * len(SEARCHED), len(SEARCHED))
+        first = options.first * len(SEARCHED) + INTERLEAVED
+        seeds = range(first, first + options.instances * len(SEARCHED), len(SEARCHED))
     lines: dict[str, list[Line]] = defaultdict(list)
     for done, seed in enumerate(seeds, 1):
         line = solved(seed, free_chunks=options.free_chunks)
