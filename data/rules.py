@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
@@ -197,21 +198,27 @@ def is_linear(placement: Placement) -> bool:
 
 def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
     """Rules on stages: every layer once, empty chunks only at the ends, even interleaving, uniform recompute."""
+    even = plan.degrees.vpp > 1 and rules.even_chunks
+    faults = list(_split_faults(plan.chunk_layers, len(model.layers), even=even))
+    if rules.uniform_recompute and len({(stage.recompute, stage.recompute_layers) for stage in plan.stages}) > 1:
+        faults.append(f"{rules.name} takes one recompute setting for all stages")
+    return faults
+
+
+@lru_cache(maxsize=4096)
+def _split_faults(chunks: tuple[int, ...], layers: int, *, even: bool) -> tuple[str, ...]:
     faults = []
-    chunks = plan.chunk_layers
-    if sum(chunks) != len(model.layers):
-        faults.append(f"stages hold {sum(chunks)} layers, the model has {len(model.layers)}")
+    if sum(chunks) != layers:
+        faults.append(f"stages hold {sum(chunks)} layers, the model has {layers}")
     if any(n == 0 for n in chunks[1:-1]):
         faults.append("a chunk between the first and the last has no layer")
     if len(chunks) == 1 and chunks[0] == 0:
         faults.append("the only stage has no layer")
-    if plan.degrees.vpp > 1 and rules.even_chunks and not is_even(chunks):
+    if even and not is_even(chunks):
         faults.append(
             "with vpp > 1 the chunks between the first and the last must hold q + 1 or q layers each, larger ones first"
         )
-    if rules.uniform_recompute and len({(stage.recompute, stage.recompute_layers) for stage in plan.stages}) > 1:
-        faults.append(f"{rules.name} takes one recompute setting for all stages")
-    return faults
+    return tuple(faults)
 
 
 def is_even(chunks: tuple[int, ...]) -> bool:
