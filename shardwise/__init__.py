@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.solver.simulate import Simulation, simulate
     from shardwise.solver.solve import build_instance, solve
     from shardwise.solver.trace import chrome_trace
+    from shardwise.solver.training_run import TrainingRun, training_run
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,8 @@ _HOMES = {
     "build_instance": "shardwise.solver.solve",
     "solve": "shardwise.solver.solve",
     "chrome_trace": "shardwise.solver.trace",
+    "TrainingRun": "shardwise.solver.training_run",
+    "training_run": "shardwise.solver.training_run",
 }
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "Simulation",
     "Stage",
     "Training",
+    "TrainingRun",
     "__version__",
     "build_instance",
     "chrome_trace",
@@ -70,6 +74,7 @@ __all__ = [
     "load_model",
     "simulate",
     "solve",
+    "training_run",
 ]
 
 

@@ -22,6 +22,17 @@ from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
+from shardwise.solver.cli_training_run import (
+    CheckpointOption,
+    NodeMtbfOption,
+    PriceOption,
+    RestartOption,
+    StragglerOption,
+    TokensOption,
+    run_document,
+    run_of,
+    with_terms,
+)
 from shardwise.solver.terminal import (
     BAD_INPUT,
     DONE,
@@ -159,6 +170,12 @@ def plan_training(
     free_chunks: Annotated[
         bool, typer.Option("--free-chunks", help="With vpp > 1 any contiguous split, not only even ones.")
     ] = False,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
+    node_mtbf_hours: NodeMtbfOption = None,
+    checkpoint_s: CheckpointOption = None,
+    restart_s: RestartOption = None,
+    straggler_margin: StragglerOption = None,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
@@ -172,7 +189,8 @@ def plan_training(
     with progress(quiet) as watch:
         from shardwise.solver.solve import solve
 
-        instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
+        with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
+            instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
         result = solve(
             instance=instance,
             objective=objective,
@@ -183,12 +201,13 @@ def plan_training(
             free_chunks=free_chunks,
             on_progress=watch.report,
         )
-    write_json(result.to_dict(), json_path)
+    run = None if terms is None or result.evaluation is None else run_of(result.evaluation, terms)
+    write_json(result.to_dict() | run_document(terms, run), json_path)
     if output is not None and result.plan is not None:
         write(result.plan.to_json(), output)
     from shardwise.solver.render import show_result
 
-    show_result(show(json_path, output), instance, result)
+    show_result(show(json_path, output), instance, result, run)
     code = {"OPTIMAL": DONE, "FEASIBLE": DONE, "INFEASIBLE": NO, "UNKNOWN": UNKNOWN}[result.status]
     # CP-SAT takes Ctrl-C itself and hands back what it has; without a limit nothing else ends a search early.
     if watch.interrupted or (result.status == "FEASIBLE" and time_limit is None):
@@ -320,6 +339,12 @@ def evaluate_command(
     rank_order: Annotated[str | None, typer.Option("--rank-order", help="tp-dp-pp (default) or tp-pp-dp.")] = None,
     fix: FixOption = None,
     limit: LimitOption = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
+    node_mtbf_hours: NodeMtbfOption = None,
+    checkpoint_s: CheckpointOption = None,
+    restart_s: RestartOption = None,
+    straggler_margin: StragglerOption = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -350,7 +375,8 @@ def evaluate_command(
     )
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
-    instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
+    with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
+        instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
 
     from shardwise.solver.default_plan import degrees_from, plan_from_degrees
     from shardwise.solver.evaluate import evaluate
@@ -360,8 +386,9 @@ def evaluate_command(
         shape["stages"] = numbers(stages)
         plan = plan_from_degrees(instance, degrees_from(instance, **degrees), **shape)
     result = evaluate(instance, plan)
-    write_json(result.to_dict() | {"plan": plan.to_dict()}, json_path)
-    show_verdict(show(json_path), instance, plan, result)
+    run = None if terms is None else run_of(result, terms)
+    write_json(result.to_dict() | {"plan": plan.to_dict()} | run_document(terms, run), json_path)
+    show_verdict(show(json_path), instance, plan, result, run)
     raise typer.Exit(DONE if result.admitted else NO)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -91,7 +92,7 @@ class Evaluation:
     """What a plan costs. `objective_units` and `memory_mib` are the integers of the formulation.
 
     `parts` are those of the busiest stage, the one that waits least; `bubble` is the share of the step that each stage
-    waits for others.
+    waits for others. `nodes` are those that the plan uses, `price_usd_per_hour` is that of one accelerator.
     """
 
     step_time_s: float
@@ -108,6 +109,9 @@ class Evaluation:
     model_flops_utilization: float
     devices: int
     idle_devices: int
+    nodes: int
+    tokens_per_step: int
+    price_usd_per_hour: float | None
     memory_band: float
     energy: Energy | None
     energy_reason: str | None
@@ -210,6 +214,9 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
         devices=devices,
         idle_devices=instance.cluster.device_count - devices,
+        nodes=prod(plan.placement.blocks[1:]),
+        tokens_per_step=instance.workload.tokens_per_step,
+        price_usd_per_hour=instance.accelerator.price_usd_per_hour,
         memory_band=instance.profile.memory_band,
         energy=_energy(instance, devices, parts),
         energy_reason=why_no_energy(instance.accelerator),

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.data.model import Moe
+from shardwise.solver.training_run import ENDLESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.result import Result
     from shardwise.solver.simulate import Simulation
+    from shardwise.solver.training_run import TrainingRun
 
 GB = 1e9
 MIB = 2**20
@@ -27,7 +29,7 @@ NOTHING = 1e-7
 """Shares below this are rounding."""
 
 
-def show_result(console: Console, instance: Instance, result: Result) -> None:
+def show_result(console: Console, instance: Instance, result: Result, run: TrainingRun | None = None) -> None:
     """Everything that `plan training` prints."""
     _line(console, f"[bold]{escape(_title(instance))}: {result.status}[/bold]")
     if result.plan is None or result.evaluation is None or result.value is None or result.bound is None:
@@ -41,6 +43,7 @@ def show_result(console: Console, instance: Instance, result: Result) -> None:
         f"(gap {100 * (result.gap or 0.0):.4f} %)",
     )
     show_evaluation(console, instance, result.plan, result.evaluation)
+    show_training_run(console, run)
     show_search(console, result)
     for other in result.alternatives[:3]:
         words = "a tie" if other.tie else f"+{100 * (other.value / result.value - 1):.2f} %"
@@ -48,11 +51,14 @@ def show_result(console: Console, instance: Instance, result: Result) -> None:
     show_assumptions(console, instance)
 
 
-def show_verdict(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
+def show_verdict(
+    console: Console, instance: Instance, plan: Plan, evaluation: Evaluation, run: TrainingRun | None = None
+) -> None:
     """Everything that `evaluate` prints."""
     _line(console, f"[bold]{escape(_title(instance))}: {_verdict(evaluation)}[/bold]")
     _line(console, f"step time {evaluation.step_time_s:.4f} s")
     show_evaluation(console, instance, plan, evaluation)
+    show_training_run(console, run)
     show_assumptions(console, instance)
 
 
@@ -141,6 +147,48 @@ def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation
     for risk in evaluation.risks:
         _line(console, f"[yellow]risk:[/yellow] {escape(risk)}")
     show_faults(console, evaluation)
+
+
+def show_training_run(console: Console, run: TrainingRun | None) -> None:
+    """Time to train, device-hours, cost, energy and goodput, where a run was asked for."""
+    if run is None:
+        return
+    terms, checkpointing = run.terms, run.time.checkpointing
+    if run.time.ends:
+        length = (
+            f"{run.days:,.2f} days, {run.device_hours:,.0f} device-hours on {run.devices} devices of {run.nodes} nodes"
+        )
+    else:
+        length = ENDLESS
+    _line(
+        console,
+        f"time to train on {terms.tokens:,} tokens: {run.steps:,} steps, {length}; straggler margin "
+        f"{100 * terms.straggler_margin:g} %",
+    )
+    if run.cost_usd is None:
+        _line(console, f"cost is not known: {run.cost_reason}")
+    elif run.time.ends:
+        whose = "of the accelerator" if terms.price is None else "given"
+        _line(
+            console,
+            f"cost {run.cost_usd:,.0f} USD, at {run.price_usd_per_hour:g} USD per device-hour, the price {whose}",
+        )
+    if run.energy_mwh is None:
+        _line(console, escape(f"energy of the run is not known: {run.energy_reason}"))
+    else:
+        mwh = run.energy_mwh
+        _line(console, f"energy of the run {mwh.value:,.4g} MWh ({mwh.low:,.4g} to {mwh.high:,.4g})")
+    if checkpointing is None:
+        _line(console, f"goodput is not told: {run.goodput_reason}")
+        return
+    _line(
+        console,
+        f"goodput {100 * checkpointing.goodput:.2f} %: a failure every {checkpointing.mtbf_s / 3600:,.4g} h over "
+        f"{run.nodes} nodes of {terms.node_mtbf_hours:,g} h, {checkpointing.expected_failures:,.1f} expected; a checkpoint "
+        f"every {checkpointing.interval_steps:,} steps ({checkpointing.interval_s:,.0f} s; Daly "
+        f"{checkpointing.daly_interval_s:,.0f} s, Young {checkpointing.young_interval_s:,.0f} s) takes "
+        f"{terms.checkpoint_s:g} s, a restart {terms.restart_s:g} s",
+    )
 
 
 def show_faults(console: Console, evaluation: Evaluation) -> None:

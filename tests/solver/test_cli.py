@@ -632,3 +632,91 @@ def long_plan(micro_batches: int) -> Plan:
     instance = sw.build_instance("llama-3.1-70b", "dgx-h100:4", sw.Training(4096, micro_batches))
     plan = plan_from_degrees(instance, sw.Degrees(tp=8, pp=4, sequence_parallel=True))
     return replace(plan, instance=instance_document(instance))
+
+
+RUN = ("--tokens", "300B", "--node-mtbf-hours", "50000", "--checkpoint-s", "60", "--restart-s", "300")
+
+
+def test_plan_and_evaluate_tell_the_same_training_run(plan_file: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "result.json", tmp_path / "evaluation.json"
+    code, text = invoke("plan", "training", "llama-3.1-8b", "dgx-h100:2", *TRAINING, *RUN, "--json", str(out), "-q")
+    assert code == 0, text
+    assert "time to train on 300,000,000,000 tokens: 1,144,410 steps" in text
+    assert "a checkpoint every" in text
+    told = json.loads(out.read_text())["training_run"]
+    assert invoke("evaluate", "--plan", str(plan_file), *RUN, "--json", str(again))[0] == 0
+    assert json.loads(again.read_text())["training_run"] == told
+    assert told["steps"] == 1_144_410
+    assert told["nodes"] == 2
+    assert told["device_hours"] == pytest.approx(told["days"] * 24 * told["devices"])
+    assert told["cost_usd"] == pytest.approx(told["device_hours"] * told["price_usd_per_hour"])
+    assert told["work_time_s"] == pytest.approx(told["goodput"] * told["wall_time_s"])
+    assert 0.99 < told["goodput"] < 1
+    assert told["energy_mwh"]["low"] < told["energy_mwh"]["value"] < told["energy_mwh"]["high"]
+    assert told["failures"]["mtbf_hours"] == 25_000
+
+
+def test_a_training_run_says_what_is_not_known(tmp_path: Path) -> None:
+    out = tmp_path / "evaluation.json"
+    shape = ("llama-3.1-8b", "l40s:2", *TRAINING, "--tp", "4")
+    code, text = invoke("evaluate", *shape, "--tokens", "15e12", "--json", str(out))
+    assert code == 0
+    for words in ("cost is not known: no price is known", "goodput is not told: no node MTBF is given"):
+        assert words in text
+    told = json.loads(out.read_text())["training_run"]
+    assert told["cost_usd"] is told["goodput"] is told["failures"] is None
+    assert told["wall_time_s"] == told["work_time_s"]
+    assert invoke("evaluate", *shape, "--tokens", "15T", "--price", "1.5", "--json", str(out))[0] == 0
+    priced = json.loads(out.read_text())["training_run"]
+    assert priced["cost_usd"] == pytest.approx(1.5 * told["device_hours"])
+    assert invoke("evaluate", *shape, "--json", str(out))[0] == 0
+    assert "training_run" not in json.loads(out.read_text())
+
+
+def test_a_run_that_does_not_end_is_told_without_its_times(tmp_path: Path) -> None:
+    out = tmp_path / "evaluation.json"
+    failing = ("--tokens", "1B", "--node-mtbf-hours", "0.001", "--checkpoint-s", "9999", "--restart-s", "9999")
+    _, text = invoke("evaluate", *SMALL, *failing, "--json", str(out))
+    assert "the run is not expected to end" in text
+    told = json.loads(out.read_text())["training_run"]
+    assert told["days"] is told["cost_usd"] is told["energy_mwh"] is None
+    assert told["goodput"] == 0
+
+
+def test_a_training_run_names_every_bad_term_beside_other_faults() -> None:
+    for command in (("plan", "training"), ("evaluate",)):
+        code, text = invoke(
+            *command, "llama-3.1-8b", "dgx-h100:0", *TRAINING, "--tokens", "15X", "--price", "-1",
+            "--node-mtbf-hours", "0", "--straggler-margin", "nan",
+        )  # fmt: skip
+        assert code == 2
+        for words in (
+            "nodes=0 must be",
+            "--tokens=15X must be a whole number between 1 and 1e+18, such as 15e12, 15T or 300B",
+            "--price=-1.0 must be a number between 0 and",
+            "--node-mtbf-hours=0.0 must be",
+            "--straggler-margin=nan must be",
+            "--checkpoint-s is missing",
+            "--restart-s is missing",
+        ):
+            assert words in text
+    code, text = invoke("evaluate", *SMALL, "--price", "3")
+    assert code == 2
+    assert "--tokens is missing beside --price" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [("15e12", 15 * 10**12), ("15T", 15 * 10**12), ("1.5b", 1_500_000_000), (2e9, 2 * 10**9), (7, 7)],
+)
+def test_tokens_are_read_as_people_write_them(said: Any, tokens: int) -> None:
+    instance = sw.build_instance("llama-3.1-8b", "dgx-h100:1", sw.Training(4096, 64))
+    evaluation = sw.evaluate(instance, plan_from_degrees(instance, sw.Degrees(tp=8, sequence_parallel=True)))
+    assert sw.training_run(evaluation, tokens=said).terms.tokens == tokens
+
+
+@pytest.mark.parametrize("said", ["", "0", "1e19", "-5", "1.5", "inf", "nan", "1e999", "T", "15TB", True, float("nan")])
+def test_tokens_that_are_none_are_bad_input(said: Any) -> None:
+    nowhere: Any = None
+    with pytest.raises(sw.InputError, match="tokens="):
+        sw.training_run(nowhere, tokens=said)
