@@ -45,7 +45,7 @@ class Line:
 def solved(seed: int, *, free_chunks: bool) -> Line:
     instance = instance_with(seed)
     started = time.monotonic()
-    result = solve(instance=instance, workers=2, time_limit_s=TIME_LIMIT_S, free_chunks=free_chunks)
+    result = solve(instance=instance, workers=1, time_limit_s=TIME_LIMIT_S, free_chunks=free_chunks)
     seconds = time.monotonic() - started
     if result.plan is None or result.value is None or result.gap is None:
         return Line(seed, result.status, 1.0, 1.0, seconds, 0)
