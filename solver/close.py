@@ -91,6 +91,10 @@ def close_waves(search: Search, statistics: Statistics, workers: int, seed: int,
     while search.open:
         if search.incumbent is not None:
             search.open = [option for option in search.open if not search.beaten(option)]
+            met = [option for option in search.open if search.met(option)]
+            search.open = [option for option in search.open if option not in met]
+            for option in met:
+                confirm(search, statistics, option, seed)
             if not search.open:
                 break
         size = len(search.open) if wave is None else wave
@@ -124,6 +128,23 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
         statistics.cut_rounds += 1
         statistics.cuts = len(search.cuts)
         search.report("closing", options[0].bound * search.unit_s, len(search.open))
+
+
+def confirm(search: Search, statistics: Statistics, option: Option, seed: int) -> None:
+    """The incumbent takes as long as the bound of its candidate, which leaves nothing to search: CP-SAT has to admit that
+    plan at that time, by constraints that the bound knows nothing of."""
+    incumbent = search.incumbent
+    assert incumbent is not None
+    search.cut_off(incumbent.plan)
+    formulation = build(search.instance, (option,), incumbent.units, tuple(search.cuts))
+    formulation.fix(incumbent.plan)
+    formulation.model.minimize(formulation.clock.step)
+    solver = new_solver(search, 1, seed)
+    status = solver.solve(formulation.model)
+    statistics.add(solver, formulation.model, solver.status_name(status))
+    statistics.candidates += 1
+    if status == cp_model.INFEASIBLE:
+        raise RuntimeError("the formulation does not admit the plan that the bound was met by")
 
 
 def even_plan(search: Search, candidate: Candidate) -> Plan:

@@ -345,6 +345,11 @@ class Search:
         assert self.incumbent is not None
         return (option.bound, option.candidate.tie_key) > self.incumbent.key
 
+    def met(self, option: Option) -> bool:
+        """Whether the incumbent is a plan of the option, and takes as long as its bound."""
+        assert self.incumbent is not None
+        return option.candidate.tie_key == self.incumbent.candidate.tie_key and option.bound >= self.incumbent.units
+
     def raise_bounds(self, options: tuple[Option, ...], units: int) -> None:
         """No plan of `options` that would be returned is below `units`."""
         among = {id(option) for option in options}

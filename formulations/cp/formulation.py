@@ -50,6 +50,15 @@ class Formulation:
             self.model.add_hint(layers, sizes[i] if i < len(sizes) else 0)
         self.model.add_hint(self.clock.step, step_units)
 
+    def fix(self, plan: Plan) -> None:
+        """Leave only `plan`, of the single option."""
+        (option,) = self.options
+        for k, stage in enumerate(plan.stages):
+            for i, layers in zip(option.chunks_of(k), stage.chunks, strict=True):
+                self.model.add(self.chunks.layers[i] == layers)
+                self.model.add(self.recompute.selective[i] == int(stage.recompute == "selective"))
+                self.model.add(self.recompute.block[i] == stage.recompute_layers)
+
     def plan(self, value: Callable[[cp_model.IntVar], int]) -> Plan:
         """The plan of a solution; `value` reads a variable."""
         chosen = next(c for c in range(len(self.options)) if value(self.choice.uses(c)))
