@@ -3,8 +3,9 @@
     python benchmarks/agreement.py [--instances 500] [--first 0] [--free-chunks]
 
 Attention, MLP-only and Mamba layers in random order, 2 to 16 stages, p to 16 p micro-batches, every schedule of the pack
-`free` in turn. Prints a line for each schedule, and every instance that is not closed or does not agree. With
-`--free-chunks` only interleaved pipelines, whose chunks may be of any size: there a gap is promised, no optimum.
+`free` in turn. Prints a line for each schedule, and every instance that is not closed or does not agree; Ctrl-C
+stops it early. With `--free-chunks` only interleaved pipelines, whose chunks may be of any size: there a gap is
+promised, no optimum.
 """
 
 from __future__ import annotations
@@ -67,13 +68,16 @@ def main() -> None:
         first = options.first * len(SEARCHED) + INTERLEAVED
         seeds = range(first, first + options.instances * len(SEARCHED), len(SEARCHED))
     lines: dict[str, list[Line]] = defaultdict(list)
-    for done, seed in enumerate(seeds, 1):
-        line = solved(seed, free_chunks=options.free_chunks)
-        lines[SEARCHED[seed % len(SEARCHED)]].append(line)
-        if line.status != "OPTIMAL" or line.apart > 1e-3:
-            print(f"  seed {seed}: {line.status}, gap {line.gap:.3%}, apart {line.apart:.2e}, {line.seconds:.1f} s")
-        if sys.stderr.isatty():
-            print(f"\r{done}/{len(seeds)}", end="", file=sys.stderr, flush=True)
+    try:
+        for done, seed in enumerate(seeds, 1):
+            line = solved(seed, free_chunks=options.free_chunks)
+            lines[SEARCHED[seed % len(SEARCHED)]].append(line)
+            if line.status != "OPTIMAL" or line.apart > 1e-3:
+                print(f"  seed {seed}: {line.status}, gap {line.gap:.3%}, apart {line.apart:.2e}, {line.seconds:.1f} s")
+            if sys.stderr.isatty():
+                print(f"\r{done}/{len(seeds)}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(f"stopped after {sum(map(len, lines.values()))} of {len(seeds)} instances")
     print(
         f"{'schedule':<18}{'instances':>10}{'optimal':>9}{'worst gap':>11}{'apart':>9}{'median s':>10}{'worst s':>9}{'rounds':>8}"
     )
