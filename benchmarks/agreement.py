@@ -60,9 +60,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first instance")
     parser.add_argument("--free-chunks", action="store_true")
     options = parser.parse_args()
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, OR-Tools {metadata.version('ortools')}, 2 workers"
-    )
+    print(f"{platform.machine()}, Python {platform.python_version()}, OR-Tools {metadata.version('ortools')}, 1 worker")
     seeds = range(options.first, options.first + options.instances)
     if options.free_chunks:
         first = options.first * len(SEARCHED) + INTERLEAVED
