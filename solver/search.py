@@ -45,6 +45,8 @@ NEAR = 1 + 1e-4
 """Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
 REPORT_EVERY_S = 0.1
 FIRST_TRY = 4
+PROBES = 32
+"""Rows tried before all others, evenly among them: a good incumbent early makes the rest cheaper."""
 MOST_SPLITS = 64
 """Splits of one candidate that are judged before it is left to CP-SAT."""
 
@@ -361,6 +363,11 @@ class Search:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
         self.unopened_bound_s = ordered[0][0] if ordered else None
+        for _, grid, row in ordered[:: max(len(ordered) // PROBES, 1)]:
+            self.check_time()
+            for candidate in self.candidates(grids[grid], row):
+                assert self.incumbent is not None
+                self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
         most = max((int(grids[grid].micro_batches[row]) for _, grid, row in ordered), default=1)
         for position, (lower_s, grid, row) in enumerate(ordered):
             assert self.incumbent is not None
