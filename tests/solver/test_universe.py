@@ -7,19 +7,25 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from universe import Corner, Judged, admitted, chunks_by_stage, corners, documented_order, examples, instances, splits
 
 from shardwise.data.pipeline import schedules_of
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
+from shardwise.solver import close
+from shardwise.solver.close import new_solver
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.solve import solve
 
 if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpSolver
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import RankOrder
     from shardwise.solver.result import Result
+    from shardwise.solver.search import Search
 
 NO_PRUNE_LIMIT = 2000
 TIGHT = 1e-5
@@ -78,6 +84,29 @@ def test_the_same_plan_with_two_workers_and_any_seed(instance: Instance, seed: i
     assert one.plan == two.plan
     assert one.value == two.value
     assert one.bound == two.bound
+
+
+@examples(20)
+@given(instances(), st.sampled_from((1e-7, 1e-4, 1e-3)))
+def test_a_bound_at_the_time_limit_is_below_every_plan(instance: Instance, limit: float) -> None:
+    """CP-SAT is stopped early, so that its own bound and those of open candidates are what is reported."""
+
+    def stopped(search: Search, workers: int, seed: int) -> CpSolver:
+        solver = new_solver(search, workers, seed)
+        solver.parameters.max_deterministic_time = limit
+        return solver
+
+    if len(list(itertools.islice(corners(instance), NO_PRUNE_LIMIT + 1))) > NO_PRUNE_LIMIT:
+        return
+    for prune in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(close, "new_solver", stopped)
+            result = solve(instance=instance, workers=1, prune=prune)
+        found = admitted(instance, result.report["unit_s"])
+        if result.bound is not None:
+            assert result.bound <= min(one.seconds for one in found)
+        if result.status == "INFEASIBLE":
+            assert not found
 
 
 # -- the reference itself ----------------------------------------------------------------------------------------------
