@@ -42,18 +42,32 @@ def shape_of(plan: Plan) -> Shape:
 
 def counts_of(plan: Plan, prefixes: Ints) -> ChunkCounts:
     """The counts of a plan; `prefixes` counts each unit in the first 0, 1, ... L layers, embedding and head last."""
-    where, cuts = plan.layout, np.array(plan.cuts)
-    chunk = np.array(where.chunk)
-    settings = [plan.stages[stage] for stage in where.stage]
+    settings = [plan.stages[stage] for stage in plan.layout.stage]
     block = np.array([s.recompute_layers if s.recompute == "full" else 0 for s in settings])
-    chosen = np.array([s.recompute == "selective" for s in settings])
+    selective = np.array([s.recompute == "selective" for s in settings])
+    return chunk_counts(plan.layout, prefixes, np.array(plan.cuts), block, selective)
+
+
+def chunk_counts(
+    where: Layout, prefixes: Ints, cuts: Ints, block: Ints, selective: npt.NDArray[np.bool_]
+) -> ChunkCounts:
+    """The counts of one split or, with an axis of rows behind all but `prefixes`, of many.
+
+    Parameters
+    ----------
+    cuts
+        First layer of each chunk of the network, and the number of layers.
+    block, selective
+        Per slot: layers repeated in full at its start, and whether attention cores are repeated.
+    """
+    chunk = np.array(where.chunk)
     start, end = cuts[chunk], cuts[chunk + 1]
-    every = prefixes[end] - prefixes[start]
-    full = prefixes[np.minimum(start + block, end)] - prefixes[start]
-    selective = every * chosen[:, None]
+    until = np.minimum(start + block, end)
+    every, full = (np.moveaxis(prefixes[stop] - prefixes[start], -1, 1) for stop in (end, until))
+    chosen = every * selective[:, None]
     every[chunk == 0, -2] += 1
     every[chunk == chunk.max(), -1] += 1
-    return ChunkCounts(every, full, selective)
+    return ChunkCounts(every, full, chosen)
 
 
 @dataclass(frozen=True, eq=False)

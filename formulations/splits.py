@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Plan, Recompute, Stage
-from shardwise.formulations.passes import ChunkCounts, links_of, pass_times
+from shardwise.formulations.passes import chunk_counts, links_of, pass_times
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
@@ -137,27 +137,22 @@ class SplitSearch:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
 
-    def exact(self, candidate: Candidate, split: Split) -> bool:
-        """(P4) Whether no plan of the split repeats less than it says, on any chunk."""
+    def exact(self, candidate: Candidate) -> bool:
+        """(P4) Whether no plan of a split repeats less than the split says, on any chunk."""
         return candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute
 
     def timed(self, candidate: Candidate, time: TimeCoefficients, splits: list[Split]) -> Ints:
         """(P4) The step of each split, with its own settings where they are exact and without recompute where not: no
         plan of the split is faster."""
-        where = candidate.layout
-        chunk, stage = np.array(where.chunk), np.array(where.stage)
+        where, stage = candidate.layout, np.array(candidate.layout.stage)
         cuts = np.array([split.cuts for split in splits]).T
-        mode = np.array([[_MODES.index(mode) for mode, _ in split.settings] for split in splits]).T[stage]
-        mode = np.where([self.exact(candidate, split) for split in splits], mode, _MODES.index("none"))
-        block = np.array([[block for _, block in split.settings] for split in splits]).T[stage]
-        prefixes = self.tables.kind_prefixes
-        start, end = cuts[chunk], cuts[chunk + 1]
-        until = np.minimum(start + np.where(mode == _MODES.index("full"), block, 0), end)
-        every, full = (np.moveaxis(prefixes[stop] - prefixes[start], 2, 1) for stop in (end, until))
-        selective = every * (mode == _MODES.index("selective"))[:, None, :]
-        every[chunk == 0, -2] += 1
-        every[chunk == chunk.max(), -1] += 1
-        passes = pass_times(time, candidate.shape, where, ChunkCounts(every, full, selective))
+        block, selective = np.zeros((len(stage), len(splits)), np.int64), np.zeros((len(stage), len(splits)), bool)
+        if self.exact(candidate):
+            full = np.array([[block if mode == "full" else 0 for mode, block in split.settings] for split in splits])
+            block = full.T[stage]
+            selective = np.array([[mode == "selective" for mode, _ in split.settings] for split in splits]).T[stage]
+        counts = chunk_counts(where, self.tables.kind_prefixes, cuts, block, selective)
+        passes = pass_times(time, candidate.shape, where, counts)
         return np.asarray(passes.step(candidate.shape) + int(time.overhead))
 
     def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
@@ -173,7 +168,7 @@ class SplitSearch:
     ) -> list[_StageChoices]:
         """(P1) The dynamic program, the first stage first; nothing where no split is within `limit`."""
         p, m, total = candidate.degrees.pp, candidate.micro_batches, self.layers
-        ends = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
+        fills, drains = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
         most = self._most_layers(time, m, limit)
         busy = m * self.prefix(_both(time))
         forward, backward = self.prefix(time.forward), self.prefix(time.backward)
@@ -209,9 +204,9 @@ class SplitSearch:
             tied = int(time.tied) if p > 1 and k in (0, p - 1) else 0
             tail = np.maximum(tail_floor, tail_overlap) + tied
             cost = work + int(time.overhead)
-            if k and ends[0]:
+            if k and fills:
                 cost = cost + forward[start] + int(time.forward[-2]) + int(fill[k - 1])
-            if k and ends[1]:
+            if k and drains:
                 drained = backward[start] + int(time.backward[-2]) + int(drain[k - 1])
                 tail = np.maximum(tail, drained + int(time.tail_floor[-2]) + (int(time.tied) if p > 1 else 0))
             cost = cost + tail

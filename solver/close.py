@@ -123,11 +123,16 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
         plan, claimed = found
         if plan is None or accept(search, plan, options) <= claimed:
             return True
-        if not search.cut_off(plan):
-            raise RuntimeError("a plan breaks the cut that its own longest path made")
-        statistics.cut_rounds += 1
-        statistics.cuts = len(search.cuts)
+        add_cut(search, statistics, plan)
         search.report("closing", options[0].bound * search.unit_s, len(search.open))
+
+
+def add_cut(search: Search, statistics: Statistics, plan: Plan) -> None:
+    """Cut off a plan that takes longer than CP-SAT said, for another round."""
+    if not search.cut_off(plan):
+        raise RuntimeError("a plan breaks the cut that its own longest path made")
+    statistics.cut_rounds += 1
+    statistics.cuts = len(search.cuts)
 
 
 def confirm(search: Search, statistics: Statistics, option: Option, seed: int) -> None:
@@ -218,10 +223,7 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
                 raise RuntimeError("the settled plan is not admitted by the evaluation")
             if units <= incumbent.units:
                 break
-            if not search.cut_off(plan):
-                raise RuntimeError("a plan breaks the cut that its own longest path made")
-            statistics.cut_rounds += 1
-            statistics.cuts = len(search.cuts)
+            add_cut(search, statistics, plan)
         if step == "recompute":
             recomputed = value
         elif step == "largest":

@@ -284,7 +284,7 @@ class Search:
                 units = self.try_split(candidate, split)
                 if units is not None:
                     best = min(best, units)
-                if not self.splits.exact(candidate, split) and (units is None or units > step):
+                if not self.splits.exact(candidate) and (units is None or units > step):
                     open_bound = min(open_bound, max(step, split.bound))
             tried += len(batch)
             if tried > MOST_SPLITS:
