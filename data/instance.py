@@ -58,11 +58,6 @@ class Instance:
                 f"workload.seq_len={self.workload.seq_len} exceeds max_position_embeddings={positions}, "
                 "which are learned positions"
             )
-        faults += [
-            f"limit on {name} excludes {name}=1, the only value searched so far"
-            for name in ("cp", "ep", "dp_replicate")
-            if 1 not in self.limits.range(name)
-        ]
         if faults:
             raise InputError(faults)
 

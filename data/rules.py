@@ -27,7 +27,7 @@ class Rules:
     """What one framework and version accepts.
 
     `schedules` are searched; `evaluated_schedules` are accepted beside them. `even_chunks`: with vpp > 1 the chunks
-    between the first and the last are as even as can be.
+    between the first and the last are as even as can be. `sharded_pipelines`: ZeRO-2 and 3 may have pp > 1.
     """
 
     name: str
@@ -43,13 +43,14 @@ class Rules:
     max_micro_batch: int = 32
     evaluated_schedules: tuple[str, ...] = ()
     even_chunks: bool = True
+    sharded_pipelines: bool = False
 
 
 MEGATRON_CORE = Rules(
     name="megatron-core",
     version="core 0.20.0 dev (d98e8a64ddf3)",
     schedules=("1f1b", "interleaved-1f1b"),
-    zero_stages=(0, 1),
+    zero_stages=(0, 1, 2, 3),
     rank_orders=("tp-dp-pp", "tp-pp-dp"),
     uniform_recompute=True,
     linear_ranks=True,
@@ -60,13 +61,14 @@ FREE = Rules(
     name="free",
     version="1",
     schedules=("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"),
-    zero_stages=(0, 1),
+    zero_stages=(0, 1, 2, 3),
     rank_orders=("tp-dp-pp",),
     uniform_recompute=False,
     linear_ranks=False,
     interleave_group_is_pp=True,
     experts_need_sequence_parallel=False,
     evaluated_schedules=("dualpipe",),
+    sharded_pipelines=True,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -123,9 +125,8 @@ def _kind_faults(kind: LayerKind, tp: int) -> Iterable[str]:
         width = 2 * mixer.inner + 2 * mixer.groups * mixer.state + (mixer.heads or 0)
         if mixer.heads is not None and width % 16:
             yield f"mamba input projection of width {width} is not a multiple of 16"
-    if isinstance(ffn, Mlp | Moe) and ffn.intermediate % tp:
-        name = "moe_intermediate_size" if isinstance(ffn, Moe) else "intermediate_size"
-        yield f"tp={tp} does not divide {name}={ffn.intermediate}"
+    if isinstance(ffn, Mlp) and ffn.intermediate % tp:
+        yield f"tp={tp} does not divide intermediate_size={ffn.intermediate}"
     if isinstance(ffn, Moe) and ffn.shared_intermediate % tp:
         yield f"tp={tp} does not divide shared_expert_intermediate_size={ffn.shared_intermediate}"
 
@@ -227,24 +228,62 @@ def is_even(chunks: tuple[int, ...]) -> bool:
     return not middle or (all(a >= b for a, b in itertools.pairwise(middle)) and middle[0] - middle[-1] <= 1)
 
 
-def group_faults(model: Model, degrees: Degrees, seq_len: int) -> list[str]:
-    """Context parallelism splits a causal sequence into 2 cp pieces (arguments.py L1087); experts are spread evenly
-    (arguments.py L1215) and each splits evenly."""
+def context_faults(model: Model, tp: int, cp: int, seq_len: int) -> list[str]:
+    """Context parallelism splits a causal sequence into 2 cp pieces (arguments.py L1336), and the heads of recurrent
+    layers (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
+    if cp == 1:
+        return []
     faults = []
-    if degrees.cp > 1 and seq_len % (2 * degrees.cp):
-        faults.append(f"cp={degrees.cp} needs seq_len={seq_len} to be a multiple of {2 * degrees.cp}")
+    if seq_len % (2 * cp):
+        faults.append(f"cp={cp} needs seq_len={seq_len} to be a multiple of {2 * cp}")
+    for kind in model.kinds:
+        mixer = kind.mixer
+        if isinstance(mixer, LinearAttention):
+            for name, heads in (("key", mixer.key_heads), ("value", mixer.value_heads)):
+                if heads % (tp * cp):
+                    faults.append(f"tp x cp = {tp * cp} does not divide linear_num_{name}_heads={heads}")
+        elif isinstance(mixer, Mamba) and mixer.heads is None:
+            faults.append(f"cp={cp} is not possible with Mamba-1 layers, which have no heads to split")
+        elif isinstance(mixer, Mamba) and mixer.heads is not None:
+            groups = max(mixer.groups // tp, 1)
+            if mixer.heads % (tp * cp):
+                faults.append(f"tp x cp = {tp * cp} does not divide mamba_num_heads={mixer.heads}")
+            if groups % cp and cp % groups:
+                faults.append(f"cp={cp} neither divides nor is a multiple of mamba n_groups={mixer.groups} / tp={tp}")
+    return list(dict.fromkeys(faults))
+
+
+def expert_group_faults(model: Model, tp: int, ep: int, etp: int) -> list[str]:
+    """Experts are spread evenly (arguments.py L1657) and each splits evenly."""
     experts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
-    if degrees.ep > 1 and not experts:
-        faults.append(f"ep={degrees.ep} needs a model with experts")
+    faults = [f"ep={ep} needs a model with experts"] if ep > 1 and not experts else []
+    faults += [f"ep={ep} does not divide num_experts={part.experts}" for part in experts if part.experts % ep]
+    ways = f"tp={tp}" if etp == tp else f"etp={etp}"
     faults += [
-        f"ep={degrees.ep} does not divide num_experts={part.experts}" for part in experts if part.experts % degrees.ep
-    ]
-    faults += [
-        f"etp={degrees.etp} does not divide moe_intermediate_size={part.intermediate}"
+        f"{ways} does not divide moe_intermediate_size={part.intermediate}"
         for part in experts
-        if degrees.etp != degrees.tp and part.intermediate % degrees.etp
+        if part.intermediate % etp
     ]
     return faults
+
+
+def sharding_faults(rules: Rules, zero: int, pp: int) -> list[str]:
+    """Which ZeRO stages there are, and whether those that shard gradients and weights run in a pipeline: Megatron has
+    stage 1 there (its distributed optimizer), FSDP without."""
+    if zero not in rules.zero_stages:
+        return [f"zero={zero} is not one of {', '.join(map(str, rules.zero_stages))}"]
+    if zero >= 2 and pp > 1 and not rules.sharded_pipelines:
+        return [f"zero={zero} needs pp=1, not pp={pp}: {rules.name} shards optimizer states only in a pipeline"]
+    return []
+
+
+def order_faults(degrees: Degrees, placement: Placement) -> list[str]:
+    """With pp inside dp, experts and everything else have to be replicated alike (parallel_state.py L898)."""
+    if placement.rank_order == "tp-pp-dp" and degrees.pp > 1 and degrees.ep * degrees.etp != degrees.tp * degrees.cp:
+        return [
+            f"rank_order=tp-pp-dp needs ep={degrees.ep} x etp={degrees.etp} to be tp x cp = {degrees.tp * degrees.cp}"
+        ]
+    return []
 
 
 def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
@@ -262,12 +301,14 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if plan.schedule == "interleaved-1f1b":
         faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
-    faults += group_faults(model, d, seq_len)
+    faults += context_faults(model, d.tp, d.cp, seq_len)
+    faults += expert_group_faults(model, d.tp, d.ep, d.etp)
     accepted = rules.schedules + rules.evaluated_schedules
     if plan.schedule not in accepted:
         faults.append(f"schedule={plan.schedule} is not one of {', '.join(accepted)}")
-    if d.zero not in rules.zero_stages:
-        faults.append(f"zero={d.zero} is not one of {rules.zero_stages}")
+    faults += sharding_faults(rules, d.zero, d.pp)
     faults += stage_faults(rules, model, plan)
     faults += rank_faults(rules, plan.placement)
+    if rules.linear_ranks:
+        faults += order_faults(d, plan.placement)
     return faults

@@ -21,6 +21,8 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
      l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
      the mean of (B3) grows by  m t_full (p v - 2) / p.
+(B7) shape: with m / p = B / (b dp p), b the micro-batch, the mean of (B3) gives  T >= overhead + B W / (b max dp p)  for all
+     rows of one shape at once.
 
 Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
@@ -28,6 +30,7 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +38,8 @@ import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Degrees
-from shardwise.formulations.candidates import Grid, PlacementTable, divisors
-from shardwise.formulations.layer_costs import Groups, Sharding, tensor_parallel_time_s
+from shardwise.formulations.candidates import divisors
+from shardwise.formulations.layer_costs import Groups
 from shardwise.formulations.memory import (
     MIB,
     KindParams,
@@ -46,10 +49,12 @@ from shardwise.formulations.memory import (
     tied_copy,
 )
 from shardwise.formulations.schedule import DRAINED
-from shardwise.formulations.step_time import exchange_time_s, hop_time_s, spans_of
+from shardwise.formulations.step_time import SyncRates, exchange_time_s, gathers_each_pass, hop_time_s, spans_of
 
 if TYPE_CHECKING:
+    from shardwise.formulations.candidates import Grid, GridShape, PlacementTable
     from shardwise.formulations.coefficients import CostTables, ShardTimes
+    from shardwise.formulations.layer_costs import Sharding, Spans
 
 Floats = npt.NDArray[np.float64]
 SAFETY = 1 - 1e-9
@@ -62,10 +67,13 @@ class BestCase:
 
     tables: CostTables
     placement_table: PlacementTable
-    fits: dict[int, tuple[Grid, npt.NDArray[np.bool_]]] = field(default_factory=dict, compare=False, repr=False)
+    factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
+    rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
 
-    def group_factors(self, size: int) -> list[tuple[int, ...]]:
+    def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
+        if size in self.factors:
+            return self.factors[size]
         found: list[tuple[int, ...]] = []
 
         def extend(left: int, block: tuple[int, ...]) -> None:
@@ -79,19 +87,49 @@ class BestCase:
                     extend(left // factor, (*block, factor))
 
         extend(size, ())
-        return found
+        self.factors[size] = tuple(found)
+        return self.factors[size]
+
+    def groups(self, sharding: Sharding) -> Groups:
+        """Every place of the groups of a layer, each of which must fit somewhere."""
+        levels = self.tables.instance.levels
+
+        def places(size: int) -> tuple[Spans, ...]:
+            return tuple(spans_of(factors, levels) for factors in self.group_factors(size))
+
+        expert = (places(sharding.ep), places(sharding.etp)) if sharding.spread else ((), ())
+        return Groups(places(sharding.tp), places(sharding.cp) if sharding.cp > 1 else (), *expert)
+
+    def fits_somewhere(self, sharding: Sharding) -> bool:
+        """Whether each group of a layer has a place."""
+        return all(self.group_factors(size) for size in (sharding.tp, sharding.cp, sharding.ep, sharding.etp))
 
     def times(self, sharding: Sharding) -> ShardTimes:
-        """Layer times with the fastest placement of the tensor-parallel group, which must fit somewhere."""
-        instance = self.tables.instance
-        spans = [spans_of(factors, instance.levels) for factors in self.group_factors(sharding.tp)]
-        best = min(spans, key=lambda option: tensor_parallel_time_s(instance, sharding, option))
-        return self.tables.times(sharding, Groups(best))
+        """Layer times with every collective in the fastest place of its group."""
+        return self.tables.times(sharding, self.groups(sharding))
 
-    def sync_rate_s(self, dp: int, zero: int) -> float | None:
-        """Seconds of gradient sync per parameter with the fastest data-parallel placement."""
-        rates = [self.tables.sync_rates(factors, zero).communication_s for factors in self.group_factors(dp)]
-        return min(rates, default=None)
+    def work_s(self, sharding: Sharding) -> float:
+        """W."""
+        times = self.times(sharding)
+        layers = sum(int(n) * time.both_s for n, time in zip(self.tables.kind_counts, times.kinds, strict=True))
+        return float(layers + times.embedding.both_s + times.head.both_s)
+
+    def sync_rates(self, members: int, zero: int, *, each_pass: bool) -> SyncRates | None:
+        """(B5) The least per parameter of gradient sync and of the optimizer, over places and numbers of replicas; None
+        where the group fits nowhere."""
+        key = (members, zero, each_pass)
+        if key not in self.rates:
+            found = [
+                self.tables.sync_rates(factors, zero, replicate, each_pass=each_pass)
+                for factors in self.group_factors(members)
+                for replicate in (divisors(members) if zero else [1])
+            ]
+            if not found:
+                return None
+            self.rates[key] = SyncRates(
+                min(rate.communication_s for rate in found), min(rate.optimizer_s for rate in found)
+            )
+        return self.rates[key]
 
 
 def work_bound_s(
@@ -148,51 +186,51 @@ def last_chunk_layers(incumbent_s: float, layer_s: npt.ArrayLike, layers: int) -
     return np.where(seconds > 0, np.minimum(fitting, layers), float(layers))
 
 
-@dataclass(frozen=True)
-class GridBounds:
-    """Bounds of all rows of a grid: `lower_s` in seconds, and whether (B1) leaves a plan at all."""
+def shape_bound_s(best: BestCase, grid: Grid) -> float:
+    """(B7) in seconds, for all rows of a grid."""
+    shape, batch = grid.shape, best.tables.instance.workload.global_batch
+    if not best.fits_somewhere(shape.sharding(1)):
+        return inf
+    most = float((grid.dp * grid.pp).max())
+    least = min(best.work_s(shape.sharding(int(size))) / int(size) for size in np.unique(grid.micro_batch))
+    return (best.tables.instance.profile.step_overhead_s + batch * least / most) * SAFETY
 
-    lower_s: Floats
-    fits: npt.NDArray[np.bool_]
 
-
-def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> GridBounds:
-    """(B1)-(B5) of every row of `grid`, with the best placement of each group assumed."""
+def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> Floats:
+    """(B2)-(B6) of every row of `grid` in seconds, with the best placement of each group assumed."""
     instance, shape = best.tables.instance, grid.shape
-    if not best.group_factors(shape.tp):
-        return GridBounds(np.full(len(grid), np.inf), np.zeros(len(grid), dtype=bool))
-    kinds = np.array(instance.model.kind_indices)
-    counts = np.bincount(kinds, minlength=len(instance.model.kinds))
-    layers, profile = len(kinds), instance.profile
-    work, fastest, whole, hops = (np.full(len(grid), np.inf) for _ in range(4))
-    for micro_batch in np.unique(grid.micro_batch):
-        rows = grid.micro_batch == micro_batch
-        sharding = shape.sharding(int(micro_batch))
-        times = best.times(sharding)
-        total = sum(n * time.both_s for n, time in zip(counts, times.kinds, strict=True))
-        work[rows] = total + times.embedding.both_s + times.head.both_s
-        kinds_s = [time.both_s for time in times.kinds]
-        fastest[rows] = min(kinds_s)
-        whole[rows] = whole_layers_s(kinds_s, counts, grid.pp[rows])
-        probe = Degrees(tp=shape.tp, micro_batch=int(micro_batch), sequence_parallel=shape.sequence_parallel)
-        hops[rows] = min(hop_time_s(instance, probe, link) for link in instance.levels)
-    scale = 1 + profile.straggler * np.log2(shape.tp * grid.pp * grid.dp)
-    work, fastest, whole = work * scale, fastest * scale, whole * scale
-    sums = _tails(best, grid, counts, work)
+    micro, at = np.unique(grid.micro_batch, return_inverse=True)
+    if not best.fits_somewhere(shape.sharding(1)):
+        return np.full(len(grid), np.inf)
+    counts, layers, profile = best.tables.kind_counts, len(instance.model.layers), instance.profile
+    every = [best.times(shape.sharding(int(size))) for size in micro]
+    kinds_s = [[time.both_s for time in times.kinds] for times in every]
+    ends_s = [times.embedding.both_s + times.head.both_s for times in every]
+    scale = 1 + profile.straggler * np.log2(shape.tp * shape.cp * grid.pp * grid.dp)
+    work = (np.array(kinds_s) @ counts + np.array(ends_s))[at] * scale
+    fastest = np.array(kinds_s).min(axis=1)[at] * scale
+    stages, pipeline = np.unique(grid.pp, return_inverse=True)
+    whole = np.array([whole_layers_s(own, counts, stages) for own in kinds_s])[at, pipeline] * scale
+    hops = np.array([_least_hop_s(best, Degrees(tp=shape.tp, cp=shape.cp, micro_batch=int(n))) for n in micro])[at]
     exchange = exchange_time_s(profile, hops, grid.vpp)
     sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
     transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
+    repeated: Floats | float = 0.0
     if incumbent_s is not None:
-        most = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
-        last_chunk = np.asarray(most, dtype=np.float64)
-    repeated = _repeated(best, grid, last_chunk) * scale
+        last_chunk = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
+        repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
         work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
         drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
     )  # fmt: skip
-    lower = np.maximum(lower, (grid.micro_batches * work + sums) / grid.pp) + profile.step_overhead_s
-    return GridBounds(lower * SAFETY, _memory_fits(best, grid, counts))
+    lower = np.maximum(lower, (grid.micro_batches * work + _tails(best, grid, work)) / grid.pp)
+    return np.asarray((lower + profile.step_overhead_s) * SAFETY)
+
+
+def _least_hop_s(best: BestCase, degrees: Degrees) -> float:
+    """The fastest transfer between stages."""
+    return min(hop_time_s(best.tables.instance, degrees, link) for link in best.tables.instance.levels)
 
 
 def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
@@ -202,84 +240,103 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     rules = instance.rules
     if not (rules.uniform_recompute and rules.even_chunks) or shape.schedule != "interleaved-1f1b":
         return out
-    params = tables.kind_params(shape.tp)
+    params = tables.kind_params(shape.tp, shape.ep, shape.etp)
     middle = np.maximum(grid.pp - 2, 1)
     held = np.ceil(np.maximum(len(instance.model.layers) - 2 * most, 0) / middle)
     passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
     flying = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
-    for micro_batch in np.unique(grid.micro_batch):
-        times = best.times(shape.sharding(int(micro_batch)))
-        kept = min(min(a.none, a.selective) for a in tables.activations(shape.sharding(int(micro_batch))))
-        repeat = min(time.full_s for time in times.kinds)
-        for dp in np.unique(grid.dp):
-            states = min(state_bytes(instance, n, shape.replicated(int(dp))).total for n in params)
-            rows = (grid.micro_batch == micro_batch) & (grid.dp == dp) & (grid.vpp > 1) & (grid.pp > 2)
-            over = held * (states + flying * kept) > spare
-            out[rows & over] = repeat
-    return np.asarray(out * (grid.pp * grid.vpp - 2))
+    groups, at_group = np.unique(grid.dp, return_inverse=True)
+    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
+    states = np.array(
+        [min(state_bytes(instance, n, shape.degrees(2, 1, int(dp), 1)).total for n in params) for dp in groups]
+    )
+    kept = np.array(
+        [min(min(a.none, a.selective) for a in tables.activations(shape.sharding(int(size)))) for size in sizes]
+    )
+    repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
+    over = held * (states[at_group] + flying * kept[at_size]) > spare
+    chosen = over & (grid.vpp > 1) & (grid.pp > 2)
+    return np.asarray(np.where(chosen, repeat[at_size], 0.0) * (grid.pp * grid.vpp - 2))
 
 
-def _tails(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64], work: Floats) -> Floats:
+def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
     """(B5): sums of floor tails over all stages; with one stage the larger of both tails."""
-    tables, instance, tp, zero = best.tables, best.tables.instance, grid.shape.tp, grid.shape.zero
-    profile = instance.profile
-    params = sum(int(n) * size.total for n, size in zip(counts, tables.kind_params(tp), strict=True))
-    params += end_params_on_device(instance, tp, head=False) + end_params_on_device(instance, tp, head=True)
+    shape = grid.shape
+    profile, zero = best.tables.instance.profile, shape.zero
+    params = _all_params(best, shape)
+    groups, at = np.unique(grid.dp, return_inverse=True)
     out = np.full(len(grid), np.inf)
-    for dp in np.unique(grid.dp):
-        rate = best.sync_rate_s(int(dp), zero)
-        if rate is None:
+    for each_pass in (False, True):
+        rows = (gathers_each_pass(zero, grid.pp)) == each_pass
+        if not rows.any():
             continue
-        rows = grid.dp == dp
-        optimizer = tables.sync_rates(best.group_factors(int(dp))[0], zero).optimizer_s
-        floor = profile.dp_comm_floor * rate * params + optimizer * params
-        hidden = profile.dp_comm_overlap * work[rows] if rate else 0.0
-        overlap = rate * params - hidden + optimizer * params
-        out[rows] = np.where(grid.pp[rows] == 1, np.maximum(floor, overlap), floor)
+        sync, optimizer = np.full((2, len(groups)), np.inf)
+        for index, dp in enumerate(groups.tolist()):
+            dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
+            expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None
+            if own is not None and shape.sharding(1).spread:
+                expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
+            if dense is None or expert is None or own is None:
+                continue
+            sync[index] = dense.communication_s * params.dense + expert.communication_s * params.expert
+            optimizer[index] = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+        moved, updated = sync[at[rows]], optimizer[at[rows]]
+        floor = profile.dp_comm_floor * moved + updated
+        hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
+        single = np.maximum(floor, moved - hidden + updated)
+        out[rows] = np.where(grid.pp[rows] == 1, single, floor)
     return out
 
 
-def _memory_fits(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(B1) of every row, remembered: bounds are asked for once without an incumbent and once with one."""
-    known = best.fits.get(id(grid))
-    if known is None or known[0] is not grid:
-        best.fits[id(grid)] = known = grid, least_memory(best, grid, counts) <= best.tables.capacity_mib * MIB
-    return known[1]
+def memory_fits(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
+    """(B1) of every row."""
+    return least_memory(best, grid) <= best.tables.capacity_mib * MIB
 
 
-def least_memory(best: BestCase, grid: Grid, counts: npt.NDArray[np.int64]) -> Floats:
+def least_memory(best: BestCase, grid: Grid) -> Floats:
     """(B1) Bytes that some device needs at least, for every row."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
-    params = sum(int(n) * size.total for n, size in zip(counts, tables.kind_params(shape.tp), strict=True))
-    out = np.zeros(len(grid))
-    for dp in np.unique(grid.dp):
-        for micro_batch in np.unique(grid.micro_batch[grid.dp == dp]):
-            rows = (grid.dp == dp) & (grid.micro_batch == micro_batch)
-            micro = int(micro_batch)
-            kept = tables.activations(shape.sharding(micro))
-            activations = sum(n * min(a.full, a.none) for n, a in zip(counts, kept, strict=True))
-            for pipelined in (False, True):
-                chosen = rows & ((grid.pp > 1) == pipelined)
-                ends = end_params_on_device(instance, shape.tp, head=False) + end_params_on_device(
-                    instance,
-                    shape.tp,
-                    head=True,
-                    with_tied_copy=tied_copy(instance, 2 if pipelined else 1, shape.schedule),
-                )
-                held = KindParams(params + ends, 0)
-                states = state_bytes(instance, held, shape.replicated(int(dp))).total
-                need = states + activations + head_activations_bytes(instance, shape.sharding(micro))
-                out[chosen] = need / grid.pp[chosen] + instance.profile.memory_reserve_bytes
-    return out
+    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
+    groups, at_group = np.unique(grid.dp, return_inverse=True)
+    kept = np.zeros(len(sizes))
+    for index, size in enumerate(sizes.tolist()):
+        sharding = shape.sharding(size)
+        per_kind = [min(a.full, a.none) for a in tables.activations(sharding)]
+        kept[index] = np.dot(tables.kind_counts, per_kind) + head_activations_bytes(instance, sharding)
+    states = np.zeros((2, len(groups)))
+    for pipelined in (0, 1):
+        held = _all_params(best, shape, tied=tied_copy(instance, 1 + pipelined, shape.schedule))
+        for index, dp in enumerate(groups.tolist()):
+            if _divides(shape, dp):
+                states[pipelined, index] = state_bytes(instance, held, shape.degrees(1 + pipelined, 1, dp, 1)).total
+    need = states[(grid.pp > 1).astype(np.int64), at_group] + kept[at_size]
+    return np.asarray(need / grid.pp + instance.profile.memory_reserve_bytes)
+
+
+def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> KindParams:
+    """Parameters of all layers, the embedding and the head on the devices of one pipeline."""
+    instance = best.tables.instance
+    kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
+    counts = best.tables.kind_counts
+    ends = end_params_on_device(instance, shape.tp, head=False)
+    ends += end_params_on_device(instance, shape.tp, head=True, with_tied_copy=tied)
+    return KindParams(
+        sum(int(n) * size.dense for n, size in zip(counts, kinds, strict=True)) + ends,
+        sum(int(n) * size.expert for n, size in zip(counts, kinds, strict=True)),
+    )
+
+
+def _divides(shape: GridShape, dp: int) -> bool:
+    """Whether the experts of a shape can be spread over the ranks of a stage."""
+    return shape.tp * shape.cp * dp % (shape.ep * shape.etp) == 0
 
 
 def least_memory_bytes(best: BestCase, grids: list[Grid]) -> tuple[float, Degrees]:
     """The smallest (B1) of all candidates, and its degrees."""
-    counts = np.bincount(np.array(best.tables.instance.model.kind_indices))
     lowest: tuple[float, Degrees] | None = None
     for grid in grids:
-        need = least_memory(best, grid, counts)
+        need = least_memory(best, grid)
         row = int(np.argmin(need))
         if lowest is None or need[row] < lowest[0]:
             lowest = float(need[row]), grid.degrees(row)

@@ -1,13 +1,16 @@
 """Candidates: every legal tuple of degrees, and the placements of each.
 
-(N1) tp ranges over the degrees that the rules' tensor checks admit; pp x vpp over the pipelines of at most L + 2
-     chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's
-     stages; sequence parallelism is on or off for tp > 1 where tp divides the sequence length.
-     The schedule is one of the pack's that the pipeline and the micro-batches can run (data/pipeline.py).
-(N2) devices = tp pp dp is at most those of the cluster. All of it within the user's limits.
-(N3) A placement factors each of tp, pp, dp over the levels of the cluster so that the product at each level does not
+(N1) tp ranges over the degrees that the rules' tensor checks admit, cp over those of its own checks; ep over the divisors
+     of the number of experts and etp over 1 and tp, with ep etp dividing tp cp dp; pp x vpp over the pipelines of at most
+     L + 2 chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's
+     stages, 2 and 3 only where cp dp > 1; sequence parallelism is on or off for tp > 1 where tp divides the sequence
+     length. The schedule is one of the pack's that the pipeline and the micro-batches can run (data/pipeline.py).
+(N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
+(N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does not
      exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along
      the devices gives. Placements that differ by an automorphism of the cluster are one.
+(N4) With ZeRO, states are shared by all dp ranks, or by those that lie together below some level and replicated over the
+     rest (HSDP): dp_replicate is 1, or the product of the dp factors from one level outwards, or what a limit asks for.
 
 The tie order among candidates of equal step time is the ascending order of `tie_key`.
 """
@@ -17,14 +20,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.model import Moe
 from shardwise.data.pipeline import SCHEDULES, layout, schedules_of
 from shardwise.data.plan import Degrees, Placement, Plan
-from shardwise.data.rules import expert_faults, is_linear, pipeline_faults, tensor_faults
+from shardwise.data.rules import (
+    context_faults,
+    expert_faults,
+    expert_group_faults,
+    is_linear,
+    pipeline_faults,
+    tensor_faults,
+)
 from shardwise.formulations.layer_costs import Sharding
 from shardwise.formulations.timeline import Shape
 
@@ -36,6 +48,11 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Stage
 
 Column = npt.NDArray[np.int64]
+Split = tuple[int, ...]
+"""Numbers of tp, cp, pp and dp."""
+
+ZERO_ORDER = (1, 0, 2, 3)
+"""ZeRO stages, the one that is preferred among equals first."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +60,34 @@ class GridShape:
     """The part of a candidate that vectorises badly."""
 
     tp: int
+    cp: int
+    ep: int
+    etp: int
     sequence_parallel: bool
     zero: int
     schedule: str
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
-        return Sharding(self.tp, micro_batch, self.sequence_parallel, etp=self.tp)
+        return Sharding(self.tp, micro_batch, self.sequence_parallel, self.cp, self.ep, self.etp)
 
-    def replicated(self, dp: int) -> Degrees:
-        """Degrees of this shape with one stage."""
-        return Degrees(tp=self.tp, dp=dp, zero=self.zero, sequence_parallel=self.sequence_parallel)
+    def degrees(self, pp: int, vpp: int, dp: int, micro_batch: int) -> Degrees:
+        """Degrees of this shape."""
+        return Degrees(
+            tp=self.tp,
+            pp=pp,
+            dp=dp,
+            vpp=vpp,
+            micro_batch=micro_batch,
+            zero=self.zero,
+            sequence_parallel=self.sequence_parallel,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
     """(N1), (N2) of one `GridShape`: equally long columns, one row per candidate before placement."""
 
@@ -71,15 +102,12 @@ class Grid:
         return len(self.pp)
 
     def degrees(self, row: int) -> Degrees:
-        return Degrees(
-            tp=self.shape.tp,
-            pp=int(self.pp[row]),
-            dp=int(self.dp[row]),
-            vpp=int(self.vpp[row]),
-            micro_batch=int(self.micro_batch[row]),
-            zero=self.shape.zero,
-            sequence_parallel=self.shape.sequence_parallel,
-        )
+        return self.shape.degrees(int(self.pp[row]), int(self.vpp[row]), int(self.dp[row]), int(self.micro_batch[row]))
+
+    def rows(self, chosen: npt.NDArray[Any]) -> Grid:
+        """The rows at an index or mask."""
+        columns = (self.pp, self.vpp, self.dp, self.micro_batch, self.micro_batches)
+        return Grid(self.shape, *(column[chosen] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -112,14 +140,15 @@ class Candidate:
 
     @cached_property
     def tie_key(self) -> tuple[int, ...]:
-        """Fewer devices, then a shorter pipeline, less tensor parallelism, fewer chunks, schedules as `SCHEDULES` lists
-        them, smaller micro-batches, ZeRO-1 before ZeRO-0, sequence parallelism before none, then the placement that packs
-        the inner levels fullest with the faster axes."""
+        """Fewer devices, then a shorter pipeline, less tensor and context parallelism, fewer chunks, schedules as
+        `SCHEDULES` lists them, smaller micro-batches, ZeRO-1 before 0, 2 and 3, sequence parallelism before none, experts
+        spread less, fewer replicas, then the placement that packs the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
-        packing = tuple(-factor for level in zip(p.tp, p.dp, p.pp, strict=True) for factor in level)
+        packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
-            d.devices, d.pp, d.tp, d.vpp, SCHEDULES.index(self.schedule), d.micro_batch, -d.zero, -int(d.sequence_parallel),
-            *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
+            d.devices, d.pp, d.tp, d.cp, d.vpp, SCHEDULES.index(self.schedule), d.micro_batch, ZERO_ORDER.index(d.zero),
+            -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate, *(-block for block in p.blocks), *packing,
+            int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
 
@@ -131,39 +160,51 @@ def divisors(number: int) -> list[int]:
 
 def enumerate_grids(instance: Instance) -> Iterator[Grid]:
     """(N1), (N2): all candidates before placement, one grid per `GridShape`."""
-    limits, rules, workload = instance.limits, instance.rules, instance.workload
+    limits, rules = instance.limits, instance.rules
     devices = min(instance.cluster.device_count, limits.range("devices").high)
     pipelines = pipeline_table(instance, devices)
     batches = batch_table(instance, devices)
     if not len(pipelines) or not len(batches):
         return
-    pp = pipelines[:, :1]
-    dp, micro_batch, micro_batches = batches.T
+    replicas = pipelines[:, :1] * batches[:, 0]
     schedules = [name for name in rules.schedules if limits.schedule in (None, name)]
-    runs = {name: _runs(name, pipelines, micro_batches, instance) for name in schedules}
-    for tp, schedule in product(tensor_degrees(instance, devices), schedules):
-        used = tp * pp * dp
-        legal = runs[schedule] & (used <= devices) & (used >= limits.range("devices").low)
-        rows, columns = np.nonzero(legal)
-        if not len(rows):
+    runs = {name: _runs(name, pipelines, batches[:, 2], instance) for name in schedules}
+    for tp in tensor_degrees(instance, devices):
+        for cp, schedule in product(context_degrees(instance, tp, devices // tp), schedules):
+            used = tp * cp * replicas
+            legal = runs[schedule] & (used <= devices) & (used >= limits.range("devices").low)
+            rows, columns = np.nonzero(legal)
+            if len(rows):
+                every = _columns(pipelines[rows], batches[columns])
+                yield from _grids(instance, tp, cp, schedule, every)
+
+
+def _columns(pipelines: Column, batches: Column) -> tuple[Column, ...]:
+    return (*pipelines.T, *batches.T)
+
+
+def _grids(instance: Instance, tp: int, cp: int, schedule: str, columns: tuple[Column, ...]) -> Iterator[Grid]:
+    """The grids of one (tp, cp, schedule), whose rows are `columns` where no other degree forbids them."""
+    limits, rules = instance.limits, instance.rules
+    pp, _, dp, _, _ = columns
+    for sequence_parallel in (True, False):
+        if not limits.admits("sequence_parallel", int(sequence_parallel)):
             continue
-        for sequence_parallel in (True, False):
-            if not limits.admits("sequence_parallel", int(sequence_parallel)):
+        if tensor_faults(instance.model, tp, sequence_parallel, instance.workload.seq_len):
+            continue
+        if expert_faults(rules, instance.model, tp, sequence_parallel):
+            continue
+        for (ep, etp), zero in product(expert_degrees(instance, tp, tp * cp * int(dp.max())), rules.zero_stages):
+            if not limits.admits("zero", zero):
                 continue
-            if tensor_faults(instance.model, tp, sequence_parallel, workload.seq_len):
-                continue
-            if expert_faults(rules, instance.model, tp, sequence_parallel):
-                continue
-            for zero in rules.zero_stages:
-                if limits.admits("zero", zero):
-                    yield Grid(
-                        GridShape(tp, sequence_parallel, zero, schedule),
-                        pipelines[rows, 0],
-                        pipelines[rows, 1],
-                        dp[columns],
-                        micro_batch[columns],
-                        micro_batches[columns],
-                    )
+            chosen = np.ones(len(pp), dtype=bool)
+            if ep * etp != tp:
+                chosen &= tp * cp * dp % (ep * etp) == 0
+            if zero >= 2:
+                chosen &= (cp * dp > 1) & (rules.sharded_pipelines | (pp == 1))
+            if chosen.any():
+                shape = GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule)
+                yield Grid(shape, *(columns if chosen.all() else (column[chosen] for column in columns)))
 
 
 def _runs(schedule: str, pipelines: Column, micro_batches: Column, instance: Instance) -> npt.NDArray[np.bool_]:
@@ -188,7 +229,32 @@ def tensor_degrees(instance: Instance, devices: int) -> list[int]:
     return [
         tp
         for tp in range(max(allowed.low, 1), most + 1)
-        if instance.limits.admits("etp", tp) and not tensor_faults(instance.model, tp, False, instance.workload.seq_len)
+        if not tensor_faults(instance.model, tp, False, instance.workload.seq_len)
+    ]
+
+
+def context_degrees(instance: Instance, tp: int, most: int) -> list[int]:
+    """Context-parallel degrees up to `most` that the rules and limits admit."""
+    allowed, seq_len = instance.limits.range("cp"), instance.workload.seq_len
+    return [
+        cp
+        for cp in (1, *(n for n in divisors(seq_len // 2) if n > 1 and seq_len % 2 == 0))
+        if cp <= most and cp in allowed and not context_faults(instance.model, tp, cp, seq_len)
+    ]
+
+
+def expert_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, int]]:
+    """(ep, etp) with ep etp up to `most` that the rules and limits admit."""
+    counts = [kind.ffn.experts for kind in instance.model.kinds if isinstance(kind.ffn, Moe)]
+    spread = divisors(gcd(*counts)) if counts else [1]
+    ways = sorted({1, tp}) if counts else [tp]
+    return [
+        (ep, etp)
+        for ep, etp in product(spread, ways)
+        if ep * etp <= most
+        and instance.limits.admits("ep", ep)
+        and instance.limits.admits("etp", etp)
+        and not expert_group_faults(instance.model, tp, ep, etp)
     ]
 
 
@@ -224,27 +290,42 @@ def batch_table(instance: Instance, devices: int) -> Column:
 
 
 class PlacementTable:
-    """(N3) of one instance, remembered per (tp, pp, dp)."""
+    """(N3), (N4) of one instance, remembered per (tp, cp, pp, dp)."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.depth = len(instance.levels)
         self._capacity: dict[tuple[int, ...], int] = {}
-        self._placements: dict[tuple[int, int, int], tuple[Placement, ...]] = {}
+        self._placements: dict[tuple[Split, bool], tuple[Placement, ...]] = {}
 
     def of(self, degrees: Degrees) -> tuple[Placement, ...]:
         """The placements that the pack admits, one per way of factoring the degrees over the levels."""
-        key = (degrees.tp, degrees.pp, degrees.dp)
+        together = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
+        key = (degrees.tp, degrees.cp, degrees.pp, degrees.dp), together
         if key not in self._placements:
-            self._placements[key] = tuple(self._admitted(key))
+            self._placements[key] = tuple(self._admitted(*key))
         return self._placements[key]
 
-    def _admitted(self, degrees: tuple[int, int, int]) -> Iterator[Placement]:
+    def replicates(self, degrees: Degrees, placement: Placement) -> tuple[int, ...]:
+        """(N4) The values of dp_replicate."""
+        allowed = self.instance.limits.range("dp_replicate")
+        found = {1}
+        if degrees.zero:
+            aligned = {prod(placement.dp[level:]) for level in range(1, self.depth)}
+            found |= {n for n in aligned if n < degrees.dp}
+            if allowed.low == allowed.high and degrees.dp % max(allowed.low, 1) == 0:
+                found.add(allowed.low)
+        return tuple(sorted(n for n in found if n in allowed and degrees.expert_dp % n == 0))
+
+    def _admitted(self, degrees: Split, together: bool) -> Iterator[Placement]:
+        """`together`: experts are replicated like everything else, as the order with pp inside dp wants it."""
         rules = self.instance.rules
         for factors in self._factorings(degrees, ()):
-            tp, pp, dp = zip(*factors, strict=True)
+            tp, cp, pp, dp = zip(*factors, strict=True)
             for order in rules.rank_orders:
-                placement = Placement(tp, pp, dp, order)
+                if order == "tp-pp-dp" and rules.linear_ranks and not together:
+                    continue
+                placement = Placement(tp, pp, dp, order, cp)
                 if not rules.linear_ranks or is_linear(placement):
                     yield placement
                     break
@@ -255,21 +336,29 @@ class PlacementTable:
             self._capacity[block] = self.instance.cluster.capacity(block)
         return self._capacity[block]
 
-    def _factorings(
-        self, left: tuple[int, int, int], block: tuple[int, ...]
-    ) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    def _factorings(self, left: Split, block: tuple[int, ...]) -> Iterator[tuple[Split, ...]]:
         """Ways to spread `left` over the levels from `len(block)` outwards, innermost first."""
         capacity = self.capacity(block)
         if len(block) == self.depth - 1:
-            if left[0] * left[1] * left[2] <= capacity:
+            if prod(left) <= capacity:
                 yield (left,)
             return
-        tp, pp, dp = left
-        for a in divisors(tp):
-            for b in divisors(pp):
-                for c in divisors(dp):
-                    used = a * b * c
-                    if used > capacity:
-                        break
-                    for rest in self._factorings((tp // a, pp // b, dp // c), (*block, used)):
-                        yield ((a, b, c), *rest)
+        for taken in self._inside(left, capacity):
+            outside: Any = tuple(n // own for n, own in zip(left, taken, strict=True))
+            for rest in self._factorings(outside, (*block, prod(taken))):
+                yield (taken, *rest)
+
+    def _inside(self, left: Split, capacity: int) -> Iterator[Split]:
+        """The factors that one level may take of each axis."""
+        ways = [[n for n in divisors(degree) if n <= capacity] for degree in left]
+        for taken in product(*ways):
+            if prod(taken) <= capacity and (not self.instance.rules.linear_ranks or _in_turn(left, taken)):
+                yield taken
+
+
+def _in_turn(left: Split, taken: Split) -> bool:
+    """Whether numbered ranks can lie so: of the axes that are left over, only the fastest is in the level, or all
+    before it are complete; pp and dp come last, in either order."""
+    tp, cp, pp, dp = (own == degree for own, degree in zip(taken, left, strict=True))
+    _, c, p, d = (own > 1 for own in taken)
+    return (tp or not (c or p or d)) and (cp or not (p or d)) and (pp or dp or not (p and d))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.pipeline import SPLIT
+from shardwise.data.pipeline import FOLDED, SPLIT
 from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
@@ -58,6 +58,9 @@ from shardwise.formulations.step_time import (
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
+
+REMEMBERED = 2**15
+"""Coefficients that are kept."""
 
 Numbers = Any
 """One number per unit or link; with a row for each plan behind them, an array."""
@@ -136,6 +139,7 @@ class CostTables:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
+        self._coefficients: dict[tuple[object, ...], TimeCoefficients] = {}
         self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
         self._times: dict[tuple[Sharding, Groups], ShardTimes] = {}
         self._rates: dict[tuple[tuple[int, ...], int, int, bool], SyncRates] = {}
@@ -191,8 +195,18 @@ class CostTables:
         return self._activations[sharding]
 
     def time(self, degrees: Degrees, placement: Placement, schedule: str = "") -> TimeCoefficients:
-        """(F1) in seconds."""
-        instance, schedule = self.instance, schedule or degrees.schedule
+        """(F1) in seconds, remembered: one object for all that `vpp` and the schedule do not tell apart."""
+        schedule = schedule or degrees.schedule
+        alike = replace(degrees, vpp=min(degrees.vpp, 2))
+        key = (alike, placement, schedule in SPLIT, schedule in FOLDED, schedule == "dualpipe")
+        if key not in self._coefficients:
+            if len(self._coefficients) >= REMEMBERED:
+                self._coefficients.clear()
+            self._coefficients[key] = self._time_coefficients(degrees, placement, schedule)
+        return self._coefficients[key]
+
+    def _time_coefficients(self, degrees: Degrees, placement: Placement, schedule: str) -> TimeCoefficients:
+        instance = self.instance
         profile = instance.profile
         sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
         times, terms = self.times(sharding, groups), self.terms(sharding, groups)
@@ -231,7 +245,7 @@ class CostTables:
     def group_rates(self, degrees: Degrees, placement: Placement, schedule: str = "") -> tuple[SyncRates, SyncRates]:
         """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones;
         DualPipe also adds the gradients of its two copies."""
-        each_pass = gathers_each_pass(degrees)
+        each_pass = gathers_each_pass(degrees.zero, degrees.pp)
         dense = expert = self.sync_rates(
             group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate, each_pass=each_pass
         )
@@ -250,7 +264,7 @@ class CostTables:
         self, degrees: Degrees, placement: Placement, params: KindParams, time: LayerTime, *, end: bool
     ) -> LayerTime:
         """(J5) of a layer whose weights or gradients are sharded over data parallelism and move with each pass."""
-        if not gathers_each_pass(degrees):
+        if not gathers_each_pass(degrees.zero, degrees.pp):
             return time
         gather, both = unit_times_s(self.instance, degrees, placement, params, end=end)
         profile = self.instance.profile
@@ -308,6 +322,11 @@ class CostTables:
         return out.cumsum(axis=0)
 
     @cached_property
+    def kind_counts(self) -> npt.NDArray[np.int64]:
+        """Layers of each kind."""
+        return self.kind_prefixes[-1, :-2]
+
+    @cached_property
     def capacity_mib(self) -> int:
         """Usable memory of a device over `memory_quantile`, down to whole MiB."""
         return int(self.instance.memory_limit_bytes / self.instance.profile.memory_quantile) // MIB
@@ -324,11 +343,11 @@ def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Gro
     levels = instance.levels
     tp = spans_of(placement.tp, levels)
     if degrees.cp == 1 and not sharding_of(degrees).spread:
-        return Groups(tp)
+        return Groups((tp,))
     stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
     etp, rest = split_spans(stage, degrees.etp)
     ep, _ = split_spans(rest, degrees.ep)
-    return Groups(tp, spans_of(placement.cp, levels), ep, etp)
+    return Groups((tp,), (spans_of(placement.cp, levels),), (ep,), (etp,))
 
 
 def _scaled(time: LayerTime, scale: float) -> LayerTime:

@@ -80,12 +80,13 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where the groups of a layer lie: members and link per level, innermost first."""
+    """Where the groups of a layer lie, each by its alternatives: one where a placement is given, all that the cluster
+    has for a bound, of which every collective takes the fastest."""
 
-    tp: Spans
-    cp: Spans = ()
-    ep: Spans = ()
-    etp: Spans = ()
+    tp: tuple[Spans, ...]
+    cp: tuple[Spans, ...] = ()
+    ep: tuple[Spans, ...] = ()
+    etp: tuple[Spans, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def row_outputs(kind: LayerKind, spread: bool) -> int:
 def shard_terms(instance: Instance, sharding: Sharding, groups: Groups) -> ShardTerms:
     """Terms of all layer kinds, embedding and head."""
     compute = compute_terms(instance, sharding)
-    once = tensor_parallel_time_s(instance, sharding, groups.tp)
+    once = _tensor_parallel_time_s(instance, sharding, groups)
     turns = _collectives(sharding)
     kinds = []
     for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True):
@@ -158,7 +159,7 @@ def shard_terms(instance: Instance, sharding: Sharding, groups: Groups) -> Shard
             collectives=outputs * turns,
         )
         if sharding.cp > 1 and kind.mixer is not None:
-            total += _context(instance, kind, sharding, groups.cp)
+            total += _context(instance, kind, sharding, groups)
         if sharding.spread and isinstance(kind.ffn, Moe):
             total += _expert_exchange(instance, kind.ffn, sharding, groups)
         kinds.append(total)
@@ -175,15 +176,19 @@ def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
     )
 
 
-def tensor_parallel_time_s(instance: Instance, sharding: Sharding, spans: Spans) -> float:
+def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, groups: Groups) -> float:
     """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
         return 0.0
     size = ACTIVATION_BYTES * _tokens(instance, sharding) * instance.model.hidden
-    accelerator = instance.accelerator
     if sharding.sequence_parallel:
-        return sum(collective_time_s(accelerator, op, size, spans) for op in ("all_gather", "reduce_scatter"))
-    return collective_time_s(accelerator, "all_reduce", size, spans)
+        return sum(_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
+    return _fastest_s(instance, "all_reduce", size, groups.tp)
+
+
+def _fastest_s(instance: Instance, op: str, size: float, alternatives: tuple[Spans, ...]) -> float:
+    """The collective in the fastest of the places that its group may have."""
+    return min(collective_time_s(instance.accelerator, op, size, spans) for spans in alternatives)
 
 
 def _collectives(sharding: Sharding) -> int:
@@ -198,7 +203,7 @@ def _tokens(instance: Instance, sharding: Sharding) -> float:
     return sharding.micro_batch * instance.workload.seq_len / sharding.cp
 
 
-def _context(instance: Instance, kind: LayerKind, sharding: Sharding, spans: Spans) -> LayerTerms:
+def _context(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L6)."""
     mixer = kind.mixer
     if isinstance(mixer, Attention):
@@ -210,8 +215,8 @@ def _context(instance: Instance, kind: LayerKind, sharding: Sharding, spans: Spa
     else:
         assert mixer is not None
         size = ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp
-    gather = collective_time_s(instance.accelerator, "all_gather", size, spans)
-    reduce = collective_time_s(instance.accelerator, "reduce_scatter", size, spans)
+    gather = _fastest_s(instance, "all_gather", size, groups.cp)
+    reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
     return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
 
 
@@ -226,11 +231,10 @@ def _expert_exchange(instance: Instance, part: Moe, sharding: Sharding, groups: 
     """(L7) Dispatch and combine, each way."""
     share = sharding.tp if sharding.sequence_parallel else 1
     routed = ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
-    accelerator = instance.accelerator
-    once = 2 * collective_time_s(accelerator, "alltoall", routed, groups.ep)
+    once = 2 * _fastest_s(instance, "alltoall", routed, groups.ep)
     if sharding.etp > 1:
         size = routed * sharding.etp
-        once += sum(collective_time_s(accelerator, op, size, groups.etp) for op in ("all_gather", "reduce_scatter"))
+        once += sum(_fastest_s(instance, op, size, groups.etp) for op in ("all_gather", "reduce_scatter"))
     return LayerTerms(expert_forward=once, expert_backward=once, launches=2.0)
 
 

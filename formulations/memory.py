@@ -21,6 +21,8 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      (fragmentation); a fixed reserve stands for context and communicators. "Allocated" is without the last two,
      "reserved" without the reserve, "device" everything.
 (M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
+(M7) in a pipeline FSDP2 keeps the stage's weights gathered, in 16 bits beside the shards, and its gradients whole until
+     the last backward pass (torch distributed/pipelining/stage.py `backward_maybe_with_nosync`).
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
@@ -133,19 +135,23 @@ def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_c
 
 
 def state_bytes(instance: Instance, params: KindParams, degrees: Degrees) -> StateBytes:
-    """(M1) of parameters held by one device."""
-    zero = degrees.zero
-    shard = degrees.cp * degrees.dp_shard
-    return _state(instance, params.dense, shard, zero) + _state(instance, params.expert, degrees.expert_dp_shard, zero)
+    """(M1), (M7) of parameters held by one device."""
+    shards = (degrees.cp * degrees.dp_shard, degrees.expert_dp_shard)
+    dense, expert = (
+        _state(instance, count, shard, degrees.zero, whole=degrees.pp > 1)
+        for count, shard in zip((params.dense, params.expert), shards, strict=True)
+    )
+    return dense + expert
 
 
-def _state(instance: Instance, params: int, shard: int, zero: int) -> StateBytes:
+def _state(instance: Instance, params: int, shard: int, zero: int, *, whole: bool) -> StateBytes:
     profile = instance.profile
     resident = profile.weight_bytes
     states = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] - (FP32_BYTES if resident == FP32_BYTES else 0)
+    gathered = WEIGHT_BYTES if whole and zero >= 3 and shard > 1 else 0
     return StateBytes(
-        resident * params / (shard if zero >= 3 else 1),
-        resident_gradient_bytes(instance) * params / (shard if zero >= 2 else 1),
+        (resident / (shard if zero >= 3 else 1) + gathered) * params,
+        resident_gradient_bytes(instance) * params / (shard if zero >= 2 and not whole else 1),
         states * params / (shard if zero >= 1 else 1),
     )
 
@@ -244,7 +250,7 @@ def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
 
 def gather_buffer_bytes(kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
     """(M6)."""
-    if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1:
+    if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1 or degrees.pp > 1:
         return 0.0
     largest = max(params.total for params in kinds)
     return largest * (2.0 * WEIGHT_BYTES + GRADIENT_BYTES)

@@ -106,10 +106,10 @@ def sync_rates(
     return SyncRates(communication, rate / owned)
 
 
-def gathers_each_pass(degrees: Degrees) -> bool:
+def gathers_each_pass(zero: int, pp: Number) -> Number:
     """Whether sharded weights or gradients move with every micro-batch. In a pipeline FSDP2 keeps weights gathered and
     gradients whole until the last backward pass (torch distributed/pipelining/stage.py)."""
-    return degrees.zero >= 2 and degrees.pp == 1
+    return (zero >= 2) & (pp == 1)
 
 
 def unit_times_s(
@@ -121,7 +121,7 @@ def unit_times_s(
     reduce-scatters gradients after the backward one (Zhao et al., arXiv 2304.11277, section 3.2); ZeRO-2 only the
     latter. Experts move among the ranks that hold the same ones.
     """
-    if not gathers_each_pass(degrees):
+    if not gathers_each_pass(degrees.zero, degrees.pp):
         return 0.0, 0.0
     accelerator, levels = instance.accelerator, instance.levels
     dense, _ = split_spans(spans_of(group_of(placement.dp, placement.cp), levels), degrees.cp * degrees.dp_shard)

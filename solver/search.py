@@ -11,14 +11,23 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_chunk_layers, whole_layers_s, work_bound_s
+from shardwise.formulations.bounds import (
+    SAFETY,
+    BestCase,
+    grid_bounds,
+    last_chunk_layers,
+    memory_fits,
+    shape_bound_s,
+    whole_layers_s,
+    work_bound_s,
+)
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
+    from shardwise.formulations.bounds import Floats
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +54,28 @@ UNLIMITED = 2**60
 NEAR = 1 + 1e-4
 """Rows with a float bound this close to the incumbent are compared in integer units, rounding included."""
 REPORT_EVERY_S = 0.1
-FIRST_TRY = 4
-PROBES = 32
-"""Rows tried before all others, evenly among them: a good incumbent early makes the rest cheaper."""
+FIRST_TRY, FIRST_ROWS = 4, 256
+"""Rows are first tried up to so many times their bound, and so many of them before all are sorted."""
+FIRST_SHAPES, PROBES = 16, 32
+"""Shapes that are bounded before there is an incumbent, and rows that are tried before all others."""
 MOST_SPLITS = 64
 """Splits of one candidate that are judged before it is left to CP-SAT."""
+
+
+class Row(NamedTuple):
+    """One row of a grid, and a lower bound on the step of its candidates."""
+
+    lower_s: float
+    grid: Grid
+    row: int
+
+
+class Work(NamedTuple):
+    """Seconds of one micro-batch through all layers, through the fastest, and `whole_layers_s`."""
+
+    total: float
+    fastest: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +128,10 @@ class Search:
         self.seen: dict[tuple[int, ...], tuple[int, Plan]] = {}
         self.cuts: dict[Cut, None] = {}
         self.unit_s = 1.0
+        self.in_units: dict[int, tuple[TimeCoefficients, TimeCoefficients]] = {}
+        self.works: dict[int, tuple[TimeCoefficients, Work]] = {}
+        self.waiting: deque[tuple[float, Grid]] = deque()
+        self.bounded: list[tuple[Grid, Floats]] = []
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
 
@@ -141,7 +172,10 @@ class Search:
 
     def choose_unit(self, step_time_s: float) -> None:
         """A power of two of seconds, so that converting is exact."""
-        self.unit_s = 2.0 ** (math.floor(math.log2(step_time_s)) - RESOLUTION_BITS)
+        unit_s = 2.0 ** (math.floor(math.log2(step_time_s)) - RESOLUTION_BITS)
+        if unit_s != self.unit_s:
+            self.unit_s = unit_s
+            self.in_units.clear()
 
     def units_below(self, lower_s: float, micro_batches: int) -> int:
         """Integer step time that no plan of so many micro-batches that lasts at least `lower_s` is below."""
@@ -150,53 +184,110 @@ class Search:
     # -- enumerate and prune --------------------------------------------------------------------------------------
 
     def enumerate(self) -> list[Grid]:
-        """All candidates before placement."""
+        """All candidates before placement, those of the best shape (B7) first; all of them wait to be bounded."""
         grids = list(enumerate_grids(self.instance))
         self.tally.enumerated = sum(len(grid) for grid in grids)
-        return grids
-
-    def ordered(self, grids: list[Grid], incumbent_s: float | None) -> list[tuple[float, int, int]]:
-        """(bound, grid, row) of every row that (B1) leaves, best bound first; ties in order of enumeration."""
-        bounds, where = [], []
-        left = 0
-        for index, grid in enumerate(grids):
-            result = grid_bounds(self.best_case, grid, incumbent_s)
-            usable = np.nonzero(result.fits & np.isfinite(result.lower_s))[0]
-            left += len(usable)
-            if incumbent_s is not None:
-                usable = usable[result.lower_s[usable] <= incumbent_s * NEAR]
-            bounds.append(result.lower_s[usable])
-            where.append(np.stack((np.full(len(usable), index), usable), axis=1))
+        self.report("enumerating", None, self.tally.enumerated, force=True)
+        self.unopened_bound_s = 0.0
+        bounds = []
+        for grid in grids:
+            bounds.append(shape_bound_s(self.best_case, grid))
             self.check_time()
-        self.tally.counts["pruned_by_memory"] = self.tally.enumerated - left
-        lower = np.concatenate(bounds) if bounds else np.zeros(0)
-        rows = np.concatenate(where) if where else np.zeros((0, 2), dtype=np.int64)
-        order = np.argsort(lower, kind="stable")
-        self.tally.counts["pruned_by_work_bound"] = left - len(order)
-        return [(float(lower[i]), int(rows[i, 0]), int(rows[i, 1])) for i in order]
+        order = np.argsort(bounds, kind="stable").tolist()
+        self.waiting = deque((bounds[i], grids[i]) for i in order)
+        self.unopened_bound_s = min(bounds, default=None)
+        return [grids[i] for i in order]
 
-    def first_incumbent(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> list[Candidate]:
+    def bound(self, shapes: int, most_s: float) -> None:
+        """Bound the rows of the next waiting shapes, those that (B7) does not put above `most_s`."""
+        counts = self.tally.counts
+        for _ in range(min(shapes, len(self.waiting))):
+            lower_s, grid = self.waiting.popleft()
+            if lower_s > most_s * NEAR or lower_s == math.inf:
+                counts["pruned_by_shape_bound"] += len(grid)
+                continue
+            fitting = grid.rows(memory_fits(self.best_case, grid))
+            counts["pruned_by_memory"] += len(grid) - len(fitting)
+            if len(fitting):
+                self.bounded.append((fitting, grid_bounds(self.best_case, fitting, None)))
+            self.check_time()
+
+    def ordered(self, bounded: list[tuple[Grid, Floats]], most: int | None = None) -> list[Row]:
+        """Rows with their bounds, best bound first, ties in order of enumeration; the first `most` of them."""
+        lower = np.concatenate([bounds for _, bounds in bounded]) if bounded else np.zeros(0)
+        order = np.nonzero(np.isfinite(lower))[0]
+        if most is not None and most < len(order):
+            order = np.sort(order[np.argpartition(lower[order], most)[:most]])
+        order = order[np.argsort(lower[order], kind="stable")]
+        ends = np.cumsum([len(bounds) for _, bounds in bounded])
+        where = np.searchsorted(ends, order, side="right").tolist()
+        return [
+            Row(float(lower[i]), bounded[index][0], int(i - ends[index] + len(bounded[index][1])))
+            for i, index in zip(order.tolist(), where, strict=True)
+        ]
+
+    def within(self) -> list[Row]:
+        """The rows that can be as fast as the incumbent, by bounds that know it."""
+        assert self.incumbent is not None
+        most_s = self.incumbent.evaluation.step_time_s
+        self.bound(len(self.waiting), most_s)
+        left = []
+        for grid, bounds in self.bounded:
+            close = grid.rows(bounds <= most_s * NEAR)
+            if len(close):
+                lower = grid_bounds(self.best_case, close, most_s)
+                usable = lower <= most_s * NEAR
+                left.append((close.rows(usable), lower[usable]))
+        self.tally.counts["pruned_by_work_bound"] = sum(len(bounds) for _, bounds in self.bounded)
+        self.tally.counts["pruned_by_work_bound"] -= sum(len(bounds) for _, bounds in left)
+        return self.ordered(left)
+
+    def first_incumbent(self) -> list[Candidate]:
         """Make a good plan of the best-bound candidates the incumbent, and choose the unit; pruning on or off.
 
         Without an incumbent, the candidates that the split bound leaves: CP-SAT has to tell whether they hold a plan.
         """
-        left: list[Candidate] = []
-        for factor in (FIRST_TRY, UNLIMITED):
-            for lower_s, grid, row in ordered:
-                self.check_time()
-                self.choose_unit(lower_s)
-                for candidate in self.candidates(grids[grid], row):
-                    limit = min(UNLIMITED, math.ceil(factor * lower_s / self.unit_s))
-                    option = self.try_candidate(candidate, self.coefficients(candidate), limit)
-                    if option is not None and factor == UNLIMITED:
-                        left.append(candidate)
-                if self.incumbent is not None:
-                    self.choose_unit(self.incumbent.evaluation.step_time_s)
-                    self.rescale()
-                    return []
-        if left:
-            self.choose_unit(max(self.longest_s(candidate) for candidate in left))
+        shapes = FIRST_SHAPES
+        while self.waiting and self.incumbent is None:
+            self.bound(shapes, math.inf)
+            self.try_rows(self.ordered(self.bounded, FIRST_ROWS), FIRST_TRY)
+            shapes *= 2
+        if self.incumbent is None:
+            self.try_rows(self.ordered(self.bounded), FIRST_TRY)
+        if self.incumbent is None:
+            left = self.try_rows(self.ordered(self.bounded), UNLIMITED)
+            if self.incumbent is None:
+                if left:
+                    self.choose_unit(max(self.longest_s(candidate) for candidate in left))
+                return left
+        self.rescale()
+        rows = self.ordered(self.bounded, FIRST_ROWS)
+        self.probe(rows)
+        self.rescale()
+        return []
+
+    def try_rows(self, rows: list[Row], factor: int) -> list[Candidate]:
+        """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left."""
+        left = []
+        for lower_s, grid, row in rows:
+            self.check_time()
+            self.choose_unit(lower_s)
+            for candidate in self.candidates(grid, row):
+                limit = min(UNLIMITED, math.ceil(factor * lower_s / self.unit_s))
+                option = self.try_candidate(candidate, self.coefficients(candidate), limit)
+                if option is not None:
+                    left.append(candidate)
+            if self.incumbent is not None:
+                break
         return left
+
+    def probe(self, rows: list[Row]) -> None:
+        """Try a few rows, evenly among all: a good incumbent early makes the rest cheaper."""
+        for _, grid, row in rows[:: max(len(rows) // PROBES, 1)]:
+            self.check_time()
+            for candidate in self.candidates(grid, row):
+                assert self.incumbent is not None
+                self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
 
     def longest_s(self, candidate: Candidate) -> float:
         """Above every step time of the candidate: all passes one after the other, everything recomputed."""
@@ -208,24 +299,34 @@ class Search:
         return float(candidate.micro_batches * passes + tails + 2 * c.tied + c.overhead)
 
     def rescale(self) -> None:
-        """Express the incumbent in the unit just chosen."""
+        """Choose the unit by the incumbent, and express it so."""
         old = self.incumbent
         assert old is not None
+        self.choose_unit(old.evaluation.step_time_s)
         self.incumbent = None
         self.seen.clear()
         self.offer(old.plan, old.candidate)
 
     def candidates(self, grid: Grid, row: int) -> list[Candidate]:
-        """The candidates of one row, one per placement."""
+        """The candidates of one row: one per placement and number of replicas."""
         degrees, schedule = grid.degrees(row), grid.shape.schedule
         return [
-            Candidate(degrees, placement, int(grid.micro_batches[row]), schedule)
+            Candidate(replace(degrees, dp_replicate=count), placement, int(grid.micro_batches[row]), schedule)
             for placement in self.placements.of(degrees)
+            for count in self.placements.replicates(degrees, placement)
         ]
 
+    def time(self, candidate: Candidate) -> TimeCoefficients:
+        """Seconds of a candidate."""
+        return self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
+
     def coefficients(self, candidate: Candidate) -> TimeCoefficients:
-        time = self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
-        return time.in_units(self.unit_s)
+        """Units of a candidate; candidates that share their seconds share these."""
+        time = self.time(candidate)
+        known = self.in_units.get(id(time))
+        if known is None or known[0] is not time:
+            known = self.in_units[id(time)] = time, time.in_units(self.unit_s)
+        return known[1]
 
     def offer(self, plan: Plan, candidate: Candidate) -> int | None:
         """The units of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
@@ -359,16 +460,11 @@ class Search:
             replace(option, bound=max(option.bound, units)) if id(option) in among else option for option in self.open
         ]
 
-    def prune(self, grids: list[Grid], ordered: list[tuple[float, int, int]]) -> None:
+    def prune(self, ordered: list[Row]) -> None:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
         self.unopened_bound_s = ordered[0][0] if ordered else None
-        for _, grid, row in ordered[:: max(len(ordered) // PROBES, 1)]:
-            self.check_time()
-            for candidate in self.candidates(grids[grid], row):
-                assert self.incumbent is not None
-                self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
-        most = max((int(grids[grid].micro_batches[row]) for _, grid, row in ordered), default=1)
+        most = max((int(grid.micro_batches[row]) for _, grid, row in ordered), default=1)
         for position, (lower_s, grid, row) in enumerate(ordered):
             assert self.incumbent is not None
             if self.units_below(lower_s, most) > self.incumbent.units:
@@ -377,7 +473,7 @@ class Search:
             self.unopened_bound_s = lower_s
             self.check_time()
             self.report("pruning", lower_s, len(ordered) - position + len(self.open))
-            for candidate in self.candidates(grids[grid], row):
+            for candidate in self.candidates(grid, row):
                 self.tally.placements += 1
                 bound_s = self.placed_bound_s(candidate)
                 if self.units_below(bound_s, candidate.micro_batches) > self.incumbent.units:
@@ -395,22 +491,29 @@ class Search:
         counts["pruned_by_split_bound"] += len(self.open) - len(left)
         self.open = sorted(left, key=lambda option: (option.bound, option.candidate.tie_key))
 
+    def work(self, candidate: Candidate) -> Work:
+        """What (B2)-(B4) need of a candidate's seconds, remembered with them."""
+        time = self.time(candidate)
+        known = self.works.get(id(time))
+        if known is None or known[0] is not time:
+            both = np.array(time.forward) + np.array(time.backward)
+            counts = self.tables.kind_counts
+            total = float(both[:-2] @ counts + both[-2:].sum())
+            whole = float(whole_layers_s(both[:-2].tolist(), counts, candidate.degrees.pp))
+            known = self.works[id(time)] = time, Work(total, float(both[:-2].min()), whole)
+        return known[1]
+
     def placed_bound_s(self, candidate: Candidate) -> float:
         """(B2)-(B4) with the candidate's own placement."""
-        instance, d = self.instance, candidate.degrees
-        time_s = self.tables.time(d, candidate.placement, candidate.schedule)
-        m = candidate.micro_batches
-        both = [f + b for f, b in zip(time_s.forward, time_s.backward, strict=True)]
-        work = sum(both[unit] for unit in (*instance.model.kind_indices, -2, -1))
-        fastest = min(both[:-2])
-        whole = whole_layers_s(both[:-2], np.bincount(instance.model.kind_indices), d.pp)
+        d, m, layers = candidate.degrees, candidate.micro_batches, len(self.instance.model.layers)
+        time_s, work = self.time(candidate), self.work(candidate)
         hops = [link for link in candidate.layout.hop_before if link >= 0]
         transfers = 2 * sum(time_s.sends[link] for link in hops)
         within_s = math.inf if self.incumbent is None else self.incumbent.evaluation.step_time_s
-        last = last_chunk_layers(within_s, m * fastest, len(instance.model.layers))
+        last = last_chunk_layers(within_s, m * work.fastest, layers)
         bound = work_bound_s(
-            work, transfers, fastest, whole, m, d.pp, d.vpp, len(instance.model.layers), last,
-            drains=candidate.schedule in DRAINED, even=instance.rules.even_chunks,
+            work.total, transfers, work.fastest, work.whole, m, d.pp, d.vpp, layers, last,
+            drains=candidate.schedule in DRAINED, even=self.instance.rules.even_chunks,
         )  # fmt: skip
         return float(bound) + time_s.overhead
 

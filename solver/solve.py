@@ -146,22 +146,19 @@ def _run(search: Search, statistics: Statistics, workers: int, seed: int, prune:
     """Whether every candidate was pruned by a bound or closed."""
     try:
         grids = search.enumerate()
-        search.report("enumerating", None, search.tally.enumerated, force=True)
-        search.unopened_bound_s = 0.0
-        ordered = search.ordered(grids, None)
-        search.unopened_bound_s = ordered[0][0] if ordered else None
-        left = search.first_incumbent(grids, ordered)
+        left = search.first_incumbent()
         if not prune:
             search.all_options(grids)
             search.unopened_bound_s = None
             closed = close_waves(search, statistics, workers, seed, wave=None)
         elif search.incumbent is None:
-            search.tally.counts["pruned_by_split_bound"] = len(ordered) - len(left)
+            search.tally.counts["pruned_by_split_bound"] = sum(len(grid) for grid, _ in search.bounded) - len(left)
             search.unopened_bound_s = None
             search.open_all(left)
             closed = close_waves(search, statistics, workers, seed)
         else:
-            search.prune(grids, search.ordered(grids, search.incumbent.evaluation.step_time_s))
+            search.probe(search.within())
+            search.prune(search.within())
             closed = close_waves(search, statistics, workers, seed)
     except TimeUpError:
         return False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
+
+from shardwise.data.plan import PLACED, Degrees
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
 
 Linear = cp_model.LinearExpr
+
+DEGREES = tuple(field.name for field in fields(Degrees))
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,10 @@ def new_choice(model: cp_model.CpModel, options: tuple[Option, ...]) -> Choice:
     """x_c and the degree variables, over the values that occur."""
     literals = tuple(model.new_bool_var(f"candidate[{i}]") for i in range(len(options)))
     degrees = {}
-    for name in ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "sequence_parallel"):
+    for name in DEGREES:
         values = sorted({int(getattr(option.candidate.degrees, name)) for option in options})
         degrees[name] = model.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
-    for axis in ("tp", "pp", "dp"):
+    for axis in PLACED:
         for level in range(len(options[0].candidate.placement.tp)):
             values = sorted({option.candidate.placement.factors(axis)[level] for option in options})
             name = f"{axis}_at_level[{level}]"

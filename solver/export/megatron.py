@@ -118,8 +118,9 @@ def _launcher(model: Model, plan: Plan) -> list[str]:
     """Lines that start the script on each node."""
     d, per_node = plan.degrees, plan.placement.blocks[0]
     nodes = d.devices // per_node
-    # arguments.py: tensor parallelism before Blackwell asserts this value, so that kernels start in the order issued.
-    environment = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if d.tp > 1 else ""
+    # arguments.py: tensor and context parallelism before Blackwell assert this value, so that kernels start in the order
+    # issued; Megatron-FSDP asserts any other.
+    environment = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if d.tp * d.cp > 1 and d.zero < 2 else ""
     script = "pretrain_hybrid.py" if is_hybrid(model) else "pretrain_gpt.py"
     lines = [f"{environment}torchrun --nproc-per-node {per_node} --nnodes {nodes} \\"]
     if nodes > 1:
@@ -135,16 +136,19 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
         if d.ep > 1:
             flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
-        flags.append(f"--context-parallel-size {d.cp}")
+        flags += [f"--context-parallel-size {d.cp}", "--cp-comm-type p2p"]
     if d.dp_replicate > 1:
         flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:
         flags.append("--sequence-parallel")
-    if d.zero == 1:
+    if d.zero:
         flags.append("--use-distributed-optimizer")
-    if d.dp > 1:
+    if d.zero >= 2:
+        strategy = "optim_grads_params" if d.zero == 3 else "optim_grads"
+        flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}", "--ckpt-format fsdp_dtensor"]
+    if d.dp * d.cp > 1:
         flags.append("--overlap-grad-reduce")
-        if d.zero == 1:
+        if d.zero:
             flags.append("--overlap-param-gather")
     if plan.placement.rank_order == "tp-pp-dp":
         flags.append("--use-tp-pp-dp-mapping")

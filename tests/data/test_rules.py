@@ -14,13 +14,17 @@ from shardwise.data.rules import (
     FREE,
     MEGATRON_CORE,
     batch_faults,
+    context_faults,
+    expert_group_faults,
     interleave_faults,
     is_even,
     is_linear,
     load_rules,
+    order_faults,
     pipeline_faults,
     plan_faults,
     rank_faults,
+    sharding_faults,
     stage_faults,
     tensor_faults,
 )
@@ -78,10 +82,42 @@ def test_tp_must_divide_feed_forward_and_expert_widths() -> None:
     sparse = model_of(layer(512, None, moe(512, 8, 2, 768, shared_intermediate=96)))
     assert faults_of(sparse, 32) == []
     assert faults_of(sparse, 64) == ["tp=64 does not divide shared_expert_intermediate_size=96"]
-    assert faults_of(sparse, 512) == [
-        "tp=512 does not divide moe_intermediate_size=768",
-        "tp=512 does not divide shared_expert_intermediate_size=96",
+    assert faults_of(sparse, 512) == ["tp=512 does not divide shared_expert_intermediate_size=96"]
+    assert expert_group_faults(sparse, 512, 1, 512) == ["tp=512 does not divide moe_intermediate_size=768"]
+    assert expert_group_faults(sparse, 512, 8, 5) == ["etp=5 does not divide moe_intermediate_size=768"]
+    assert expert_group_faults(sparse, 512, 3, 1) == ["ep=3 does not divide num_experts=8"]
+    assert expert_group_faults(dense, 1, 2, 1) == ["ep=2 needs a model with experts"]
+
+
+def test_context_parallelism_splits_the_sequence_and_the_heads_of_recurrent_layers() -> None:
+    dense = model_of(layer(512, attention(512, 8, 8, 64), None))
+    assert context_faults(dense, 8, 4, 1024) == []
+    assert context_faults(dense, 8, 3, 1024) == ["cp=3 needs seq_len=1024 to be a multiple of 6"]
+    recurrent = model_of(layer(512, mamba2(512, Mamba(2, 1024, 128, 4, groups=8, heads=16)), None))
+    assert context_faults(recurrent, 2, 8, 1024) == []
+    assert context_faults(recurrent, 2, 16, 1024) == ["tp x cp = 32 does not divide mamba_num_heads=16"]
+    ungrouped = model_of(layer(512, mamba2(512, Mamba(2, 1024, 128, 4, groups=3, heads=24)), None))
+    assert context_faults(ungrouped, 1, 2, 1024) == [
+        "cp=2 neither divides nor is a multiple of mamba n_groups=3 / tp=1"
     ]
+    linear = model_of(layer(512, delta_net(512, LinearAttention("delta", 4, 8, 64, 64, 4)), None))
+    assert context_faults(linear, 2, 2, 1024) == []
+    assert context_faults(linear, 2, 4, 1024) == ["tp x cp = 8 does not divide linear_num_key_heads=4"]
+
+
+def test_weights_are_sharded_in_a_pipeline_only_where_the_pack_says_so() -> None:
+    assert sharding_faults(MEGATRON_CORE, 3, 1) == []
+    (fault,) = sharding_faults(MEGATRON_CORE, 3, 2)
+    assert fault.startswith("zero=3 needs pp=1, not pp=2")
+    assert sharding_faults(FREE, 3, 2) == []
+
+
+def test_experts_replicated_unlike_the_rest_need_pp_outermost() -> None:
+    degrees = Degrees(tp=2, pp=2, dp=2, ep=4, etp=1)
+    inside, outside = (Placement((2,), (2,), (2,), order) for order in ("tp-pp-dp", "tp-dp-pp"))
+    assert order_faults(degrees, outside) == []
+    assert order_faults(degrees, inside) == ["rank_order=tp-pp-dp needs ep=4 x etp=1 to be tp x cp = 2"]
+    assert order_faults(replace(degrees, ep=2), inside) == []
 
 
 def test_tp_must_divide_the_heads_of_linear_attention() -> None:
@@ -274,7 +310,7 @@ def test_every_broken_rule_is_reported_at_once_with_its_values() -> None:
         "micro_batch=4 x dp=3 does not divide global_batch=64",
         "micro_batches=5 x micro_batch=4 x dp=3 is not global_batch=64",
         "vpp=2 needs micro_batches=5 to be a multiple of pp=2",
-        "zero=0 is not one of (1,)",
+        "zero=0 is not one of 1",
         "a chunk between the first and the last has no layer",
         "with vpp > 1 the chunks between the first and the last must hold q + 1 or q layers each, larger ones first",
         "megatron-core takes one recompute setting for all stages",

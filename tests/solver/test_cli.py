@@ -110,7 +110,7 @@ def test_json_to_stdout_is_nothing_but_json() -> None:
             2,
             ["unknown variable 'q'", "rules='none'"],
         ),
-        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--limit", "zero=3"), 1, ["zero"]),
+        (("llama-3.1-8b", "dgx-h100:1", *TRAINING, "--limit", "zero=3", "--limit", "pp>=2"), 1, ["zero"]),
         (("missing.json", "missing.toml", *TRAINING), 2, ["missing.json", "missing.toml"]),
         (("llama-3.1-405b", "dgx-h100:1", *TRAINING), 1, ["memory", "85.9 GB usable"]),
         (("qwen2.5-14b", "dgx-h100:4", *TRAINING, "--fix", "tp=16"), 1, ["tp=16 does not divide num_attention_heads=40"]),
@@ -573,10 +573,10 @@ def test_evaluate_takes_every_axis(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(document["plan"]))
     assert "ep=8" in done.stdout
     sharded = run(
-        "evaluate", "llama-3.1-8b", "dgx-h100:1", *TRAINING, "--zero", "3", "--rules", "megatron-core",
+        "evaluate", "llama-3.1-8b", "dgx-h100:1", *TRAINING, "--zero", "3", "--pp", "2", "--rules", "megatron-core",
     )  # fmt: skip
     assert sharded.returncode == 1
-    assert "zero=3 is not one of" in sharded.stdout
+    assert "zero=3 needs pp=1, not pp=2" in sharded.stdout
 
 
 def test_simulate_writes_a_trace_and_the_summary(plan_file: Path, tmp_path: Path) -> None:

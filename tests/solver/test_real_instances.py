@@ -38,10 +38,10 @@ def placements_and_effort(result: Result) -> tuple[int, int, float]:
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "batch", "most_placements"),
     [
-        ("llama-3.1-70b", "dgx-h100:8", 8192, 512, 1500),
-        ("llama-3.1-405b", "dgx-h100:2048", 8192, 2048, 600),
-        ("gpt-3-175b", "dgx-a100:64", 2048, 1536, 1200),
-        ("llama-3.1-70b", "dgx-h100:8192", 8192, 8192, 2000),
+        ("llama-3.1-70b", "dgx-h100:8", 8192, 512, 2500),
+        ("llama-3.1-405b", "dgx-h100:2048", 8192, 2048, 2500),
+        ("gpt-3-175b", "dgx-a100:64", 2048, 1536, 2500),
+        ("llama-3.1-70b", "dgx-h100:8192", 8192, 8192, 6500),
     ],
 )
 def test_large_instances_are_closed_by_bounds_and_little_search(

@@ -209,14 +209,20 @@ KIND_NAMES = ("dense", "dense", "mlp", "attention", "moe", "mamba", "identity")
 LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
+    "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
     "schedule=interleaved-1f1b",
 )  # fmt: skip
 SHRINKING = (
-    "vpp<=3", "micro_batch<=2", "zero=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3",
-    "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
+    "vpp<=3", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1", "dp_replicate=1",
+    "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
 )  # fmt: skip
 DEEP = (
+    "cp=1",
+    "ep<=2",
+    "etp=1",
+    "zero<=2",
+    "dp_replicate=1",
     "tp<=2",
     "micro_batch<=2",
     "sequence_parallel=0",
@@ -349,13 +355,29 @@ def count_plans(instance: Instance, enough: int) -> int:
 
 
 def corners(instance: Instance) -> Iterator[Corner]:
-    """Every tuple of degrees within the rules and limits, with every placement."""
+    """Every tuple of degrees within the rules and limits, with every placement and number of replicas."""
     for degrees, micro_batches in legal_degrees(instance):
         for placement in placements(instance, degrees):
-            for schedule in legal_schedules(instance, degrees, micro_batches):
-                if instance.limits.schedule not in (None, schedule):
-                    continue
-                yield Corner(degrees, placement, micro_batches, schedule)
+            for count in replicas(instance, degrees, placement):
+                for schedule in legal_schedules(instance, degrees, micro_batches):
+                    if instance.limits.schedule not in (None, schedule):
+                        continue
+                    yield Corner(replace(degrees, dp_replicate=count), placement, micro_batches, schedule)
+
+
+def replicas(instance: Instance, degrees: Degrees, placement: Placement) -> list[int]:
+    """One, or with ZeRO the data-parallel factors from some level outwards, or what a limit asks for by an equation."""
+    allowed = instance.limits.range("dp_replicate")
+    found = {1}
+    if degrees.zero > 0:
+        for level in range(1, len(placement.dp)):
+            outer = prod(placement.dp[level:])
+            if outer != degrees.dp:
+                found.add(outer)
+        if allowed.low == allowed.high > 0 and degrees.dp % allowed.low == 0:
+            found.add(allowed.low)
+    same = degrees.tp * degrees.cp * degrees.dp // (degrees.ep * degrees.etp)
+    return [n for n in sorted(found) if allowed.low <= n <= allowed.high and same % n == 0]
 
 
 def legal_schedules(instance: Instance, degrees: Degrees, micro_batches: int) -> list[Schedule]:
@@ -379,23 +401,61 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
         len(instance.model.layers),
     )
     sizes = range(1, devices + 1)
-    for tp, pp, dp in itertools.product(sizes, sizes, sizes):
-        if tp * pp * dp > devices or not divides(instance, tp):
+    for tp, cp in itertools.product(sizes, sizes):
+        if tp * cp > devices or not divides(instance, tp) or not divides_context(instance, tp, cp):
             continue
-        for vpp, micro_batch in itertools.product(range(1, 17), range(1, 33)):
-            if batch % (micro_batch * dp) or not splits(layers, pp, vpp):
+        for pp, dp in itertools.product(sizes, sizes):
+            if tp * cp * pp * dp > devices:
                 continue
-            micro_batches = batch // (micro_batch * dp)
-            if vpp > 1 and pp == 1:
-                continue
-            for zero, sp in itertools.product((0, 1), (False, True)):
-                if sp and (tp == 1 or instance.workload.seq_len % tp):
+            for vpp, micro_batch in itertools.product(range(1, 17), range(1, 33)):
+                if batch % (micro_batch * dp) or not splits(layers, pp, vpp):
                     continue
-                if not sp and tp > 1 and instance.rules.name.startswith("megatron-core") and has_experts(instance):
+                if vpp > 1 and pp == 1:
                     continue
-                degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp)
-                if within_limits(instance, degrees):
-                    yield degrees, micro_batches
+                for (zero, sp), (ep, etp) in itertools.product(
+                    itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp)
+                ):
+                    if sp and (tp == 1 or instance.workload.seq_len % tp):
+                        continue
+                    megatron = instance.rules.name.startswith("megatron-core")
+                    if not sp and tp > 1 and megatron and has_experts(instance):
+                        continue
+                    if zero > 1 and (cp * dp == 1 or (megatron and pp > 1)):
+                        continue
+                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp)
+                    if within_limits(instance, degrees):
+                        yield degrees, batch // (micro_batch * dp)
+
+
+def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]]:
+    """How experts are spread and split: evenly, whole or as everything else is."""
+    experts = [kind.ffn for kind in instance.model.layers if isinstance(kind.ffn, Moe)]
+    if not experts:
+        return [(1, tp)]
+    return [
+        (ep, etp)
+        for ep in range(1, min(part.experts for part in experts) + 1)
+        for etp in sorted({1, tp})
+        if all(part.experts % ep == 0 and part.intermediate % etp == 0 for part in experts)
+        if ranks % (ep * etp) == 0
+    ]
+
+
+def divides_context(instance: Instance, tp: int, cp: int) -> bool:
+    """The rows of docs/rules.md on what context parallelism divides."""
+    if cp == 1:
+        return True
+    if instance.workload.seq_len % (2 * cp):
+        return False
+    for kind in instance.model.layers:
+        mixer = kind.mixer
+        if isinstance(mixer, Mamba):
+            if mixer.heads is None or mixer.heads % (tp * cp):
+                return False
+            groups = max(mixer.groups // tp, 1)
+            if groups % cp != 0 and cp % groups != 0:
+                return False
+    return True
 
 
 def has_experts(instance: Instance) -> bool:
@@ -421,7 +481,7 @@ def divides(instance: Instance, tp: int) -> bool:
             width = 2 * mixer.inner + 2 * mixer.groups * mixer.state + (mixer.heads or 0)
             if mixer.heads is not None and (mixer.heads % mixer.groups or width % 16):
                 return False
-        if isinstance(ffn, Mlp | Moe):
+        if isinstance(ffn, Mlp):
             sizes.append(ffn.intermediate)
         if isinstance(ffn, Moe):
             sizes.append(ffn.shared_intermediate)
@@ -491,16 +551,18 @@ def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
     """Every way of factoring the degrees over the levels that exists on the cluster and that the pack reaches."""
     depth = _depth(instance.cluster.root) + 1
     out = []
-    for tp, pp, dp in itertools.product(*(_factorings(n, depth) for n in (degrees.tp, degrees.pp, degrees.dp))):
-        blocks = tuple(a * b * c for a, b, c in zip(tp, pp, dp, strict=True))
+    sizes = (degrees.tp, degrees.cp, degrees.pp, degrees.dp)
+    for tp, cp, pp, dp in itertools.product(*(_factorings(n, depth) for n in sizes)):
+        blocks = tuple(prod(own) for own in zip(tp, cp, pp, dp, strict=True))
         if not holds(instance.cluster.root, blocks):
             continue
         orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
         if instance.rules.name.startswith("megatron-core"):
             both: tuple[RankOrder, ...] = ("tp-dp-pp", "tp-pp-dp")
-            orders = tuple(order for order in both if reached(tp, pp, dp, order))
+            alike = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
+            orders = tuple(order for order in both if (alike or order == "tp-dp-pp") and reached(tp, cp, pp, dp, order))
         if orders:
-            out.append(Placement(tp, pp, dp, orders[0]))
+            out.append(Placement(tp, pp, dp, orders[0], cp))
     return out
 
 
@@ -517,20 +579,20 @@ def holds(domain: Domain, blocks: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def reached(tp: tuple[int, ...], pp: tuple[int, ...], dp: tuple[int, ...], order: str) -> bool:
+def reached(tp: tuple[int, ...], cp: tuple[int, ...], pp: tuple[int, ...], dp: tuple[int, ...], order: str) -> bool:
     """Whether ranks numbered along the devices come to lie where the placement says.
 
     Rank r takes device r of the blocks used, counted from the innermost level. The placement says which ranks share a
-    member of each level: those with the same digits of tp, pp and dp there. Both must group the ranks alike.
+    member of each level: those with the same digits of tp, cp, pp and dp there. Both must group the ranks alike.
     """
-    factors = {"tp": tp, "pp": pp, "dp": dp}
-    blocks = tuple(a * b * c for a, b, c in zip(tp, pp, dp, strict=True))
+    factors = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+    blocks = tuple(prod(own) for own in zip(tp, cp, pp, dp, strict=True))
     for level in range(len(blocks)):
         partner: dict[int, tuple[int, ...]] = {}
         for rank in range(prod(blocks)):
             by_device = rank // prod(blocks[:level]) % blocks[level]
             left, by_axis = rank, []
-            for axis in order.split("-"):
+            for axis in order.replace("tp", "tp-cp").split("-"):
                 own = factors[axis]
                 left, index = divmod(left, prod(own))
                 by_axis.append(index // prod(own[:level]) % own[level])
@@ -579,7 +641,7 @@ SCHEDULE_ORDER = ("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "z
 def documented_order(plan: Plan) -> tuple[object, ...]:
     """The order among equal optima: `Candidate.tie_key`, then that of solver/close.py, in their words."""
     d, place = plan.degrees, plan.placement
-    packing = [-place.factors(axis)[level] for level in range(len(place.tp)) for axis in ("tp", "dp", "pp")]
+    packing = [-place.factors(axis)[level] for level in range(len(place.tp)) for axis in ("tp", "cp", "dp", "pp")]
     recomputed, size_of_settings, per_stage = 0, 0, []
     for stage in plan.stages:
         if stage.recompute == "full":
@@ -590,8 +652,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         per_stage.append((stage.recompute_layers, selective))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
-        (d.devices, d.pp, d.tp, d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
-        (d.micro_batch, -d.zero, -int(d.sequence_parallel)),
+        (d.devices, d.pp, d.tp, d.cp, d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
+        (d.micro_batch, (1, 0, 2, 3).index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),
         place.rank_order == "tp-pp-dp",
