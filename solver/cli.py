@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.solver.cli_collective import collective_command
+from shardwise.solver.cli_report import compare_command, report_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
 from shardwise.solver.cli_training_run import (
     CheckpointOption,
@@ -87,6 +88,8 @@ app.add_typer(plan_app, name="plan")
 app.command("collective")(collective_command)
 app.command("validate")(validate_command)
 app.command("calibrate")(calibrate_command)
+app.command("report")(report_command)
+app.command("compare")(compare_command)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
 ClusterArgument = Annotated[
