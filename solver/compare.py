@@ -134,7 +134,7 @@ def compare(a: tuple[str, Instance, Plan], b: tuple[str, Instance, Plan]) -> Com
     if faults:
         raise InputError(faults)
     one, two = sides
-    parts = _instance_differences(one.instance, two.instance)
+    parts = tuple(_instance_differences(one.instance, two.instance))
     apart = [part.what for part in parts if part.what.split(".")[0] in PRICED]
     no_walk = f"the plans are of different instances ({', '.join(apart)}), so there is no walk" if apart else ""
     return Comparison(

@@ -172,10 +172,11 @@ def step_time(evaluation: Evaluation) -> Section:
     rows = [
         (
             Cell(name.replace("_", " ")),
-            number(value, f"{value:.4f}", f"{name}_s"),
-            number(value / total, f"{100 * value / total:.2f} %"),
+            number(value, f"{rounded:.4f}", f"{name}_s"),
+            number(value / total, f"{100 * rounded / total:.2f} %"),
         )
         for name, value in parts.items()
+        for rounded in (value if abs(value) > SAME * total else 0.0,)
     ]
     rows.append((Cell("step"), number(total, f"{total:.4f}", "step_s"), number(1.0, "100 %")))
     note = Note("Fill and drain is what the busiest stage waits for others.")
