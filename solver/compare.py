@@ -298,7 +298,7 @@ def _placement(plan: Plan) -> str:
 
 def _measures(a: Evaluation, b: Evaluation) -> Iterator[Measure]:
     """Step time and its parts, memory of the worst stage by line, energy."""
-    time, memory = "time", "memory of the fullest stage"
+    time, memory = "time", "memory"
     yield Measure(time, "step time", "s", a.step_time_s, b.step_time_s)
     for field in fields(TimeParts):
         one, two = getattr(a.parts, field.name), getattr(b.parts, field.name)
@@ -309,7 +309,7 @@ def _measures(a: Evaluation, b: Evaluation) -> Iterator[Measure]:
     )
     yield Measure("throughput", "devices", "", float(a.devices), float(b.devices))
     one_stage, two_stage = a.stages[a.worst_stage], b.stages[b.worst_stage]
-    yield Measure(memory, "total", "GB", one_stage.total / GB, two_stage.total / GB)
+    yield Measure(memory, "memory of the fullest stage", "GB", one_stage.total / GB, two_stage.total / GB)
     for name, value in asdict(one_stage).items():
         yield Measure(memory, name.replace("_", " "), "GB", value / GB, getattr(two_stage, name) / GB)
     joules = [None if e.energy is None else e.energy.joules_per_step.value / 1e6 for e in (a, b)]
