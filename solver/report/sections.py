@@ -39,6 +39,7 @@ SAME = 1e-9
 MAX_SIMULATED = 400_000
 """Passes; more take longer than a page is worth."""
 MAX_MEMBERS = 16
+MAX_FAULTS = 20
 MEANING = {
     "tp": "tensor parallel: every layer split",
     "pp": "pipeline stages",
@@ -66,9 +67,10 @@ def headline(instance: Instance, plan: Plan, evaluation: Evaluation, certificate
         )
     else:
         blocks += proof(certificate, e.step_time_s)
-    blocks += [Note(fault, "illegal", "bad") for fault in e.faults[:20]] + [
-        Note(fault, "breaks a limit", "bad") for fault in e.limit_faults[:20]
-    ]
+    for mark, faults in (("illegal", e.faults), ("breaks a limit", e.limit_faults)):
+        blocks += [Note(cut(fault), mark, "bad") for fault in faults[:MAX_FAULTS]]
+        if len(faults) > MAX_FAULTS:
+            blocks.append(Note(f"{len(faults) - MAX_FAULTS} more faults are left out.", mark, "bad"))
     blocks += [Note(risk, "risk", "bad") for risk in e.risks]
     peak = e.peak_memory_bytes / GB
     rows = [
@@ -279,6 +281,10 @@ def placement(instance: Instance, plan: Plan, evaluation: Evaluation) -> Section
                 Cell("") if each is None else number(each, f"{each / 1e6:,.1f}"),
                 number(crossing.bytes_per_step, f"{crossing.bytes_per_step / GB:,.2f}", "bytes_per_step"),
             )
+        )
+    if not rows:
+        return Section(
+            "placement", "Placement", (_domain(instance, plan, len(levels) - 1), Note("Nothing crosses a link."))
         )
     columns = ("axis", "what moves", "operation", "group", "slowest link", "calls a step", "MB a call", "GB a step")
     note = Note(

@@ -326,6 +326,13 @@ def test_transfers_of_stages_inside_a_node_and_between_nodes_are_told_apart() ->
     assert {c.bytes_per_call for c in sent} == {2 * 4096 * instance.model.hidden / 2}
 
 
+def test_one_device_sends_nothing() -> None:
+    instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(4096, 4))
+    plan = plan_from_degrees(instance, degrees_from(instance, dp=1))
+    assert crossings(instance, plan, 0) == ()
+    assert "Nothing crosses a link." in report_page(Saved(plan), instance)[0]
+
+
 def test_planning_loads_no_templates() -> None:
     code = "import sys, shardwise.solver.cli as cli; assert 'jinja2' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
