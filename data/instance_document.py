@@ -78,6 +78,7 @@ def _model_document(model: Model) -> dict[str, Any]:
         "max_positions": model.max_positions,
         "mtp_depth": model.mtp_depth,
         "source": model.source,
+        "assumed": list(model.assumed),
         "kinds": [
             {
                 "name": kind.name,
@@ -117,6 +118,7 @@ def _model(document: dict[str, Any]) -> Model:
         embedding=_tensors(document["embedding"]),
         head=_tensors(document["head"]),
         mtp=_tensors(document["mtp"]),
+        assumed=tuple(document.get("assumed", ())),
     )
 
 

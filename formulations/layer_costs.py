@@ -180,7 +180,7 @@ def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, groups: Grou
     """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
         return 0.0
-    size = ACTIVATION_BYTES * _tokens(instance, sharding) * instance.model.hidden
+    size = tensor_parallel_bytes(instance, sharding)
     if sharding.sequence_parallel:
         return sum(_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
     return _fastest_s(instance, "all_reduce", size, groups.tp)
@@ -189,6 +189,11 @@ def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, groups: Grou
 def _fastest_s(instance: Instance, op: str, size: float, alternatives: tuple[Spans, ...]) -> float:
     """The collective in the fastest of the places that its group may have."""
     return min(collective_time_s(instance.accelerator, op, size, spans) for spans in alternatives)
+
+
+def tensor_parallel_bytes(instance: Instance, sharding: Sharding) -> float:
+    """(L5) The tensor of one row-parallel output, whole."""
+    return ACTIVATION_BYTES * _tokens(instance, sharding) * instance.model.hidden
 
 
 def _collectives(sharding: Sharding) -> int:
@@ -205,19 +210,23 @@ def _tokens(instance: Instance, sharding: Sharding) -> float:
 
 def _context(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L6)."""
+    size = context_parallel_bytes(instance, kind, sharding)
+    gather = _fastest_s(instance, "all_gather", size, groups.cp)
+    reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
+    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+
+
+def context_parallel_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> float:
+    """(L6) Keys and values of one layer, gathered; of a recurrent mixer the states that are passed on."""
     mixer = kind.mixer
     if isinstance(mixer, Attention):
         heads = max(mixer.kv_heads / sharding.tp, 1)
         width = heads * (mixer.head_dim + mixer.v_head_dim)
         if mixer.latent is not None:
             width = mixer.heads / sharding.tp * (mixer.head_dim + mixer.v_head_dim)
-        size = ACTIVATION_BYTES * _tokens(instance, sharding) * sharding.cp * width
-    else:
-        assert mixer is not None
-        size = ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp
-    gather = _fastest_s(instance, "all_gather", size, groups.cp)
-    reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
-    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+        return ACTIVATION_BYTES * _tokens(instance, sharding) * sharding.cp * width
+    assert mixer is not None
+    return ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp
 
 
 def _state_values(mixer: LinearAttention | Mamba) -> float:
@@ -229,13 +238,18 @@ def _state_values(mixer: LinearAttention | Mamba) -> float:
 
 def _expert_exchange(instance: Instance, part: Moe, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L7) Dispatch and combine, each way."""
-    share = sharding.tp if sharding.sequence_parallel else 1
-    routed = ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
+    routed = routed_bytes(instance, part, sharding)
     once = 2 * _fastest_s(instance, "alltoall", routed, groups.ep)
     if sharding.etp > 1:
         size = routed * sharding.etp
         once += sum(_fastest_s(instance, op, size, groups.etp) for op in ("all_gather", "reduce_scatter"))
     return LayerTerms(expert_forward=once, expert_backward=once, launches=2.0)
+
+
+def routed_bytes(instance: Instance, part: Moe, sharding: Sharding) -> float:
+    """(L7) What one rank sends to the experts of one layer."""
+    share = sharding.tp if sharding.sequence_parallel else 1
+    return ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
 
 
 def _matrix(instance: Instance, tokens: float, n: float, k: float, precision: str | None = None) -> LayerTerms:

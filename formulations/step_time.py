@@ -169,8 +169,13 @@ def hop_times_s(instance: Instance, degrees: Degrees, placement: Placement) -> t
 def hop_time_s(instance: Instance, degrees: Degrees, link: Link) -> float:
     """One micro-batch's activations from stage to stage; each rank sends a 1 / tp share, which is gathered on arrival
     (Narayanan et al., arXiv 2104.04473, section 4.1; DeepSpeed partitions them likewise)."""
+    return p2p_time_s(instance.accelerator, hop_bytes(instance, degrees), link)
+
+
+def hop_bytes(instance: Instance, degrees: Degrees) -> float:
+    """What one rank of a stage sends for one micro-batch."""
     size = ACTIVATION_BYTES * degrees.micro_batch * instance.workload.seq_len * instance.model.hidden / degrees.cp
-    return p2p_time_s(instance.accelerator, size / degrees.tp, link)
+    return size / degrees.tp
 
 
 def exchange_time_s(profile: Profile, hop: Number, vpp: Number) -> Number:

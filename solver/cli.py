@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -21,6 +20,7 @@ from typer.core import TyperGroup
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.solver.cli_collective import collective_command
+from shardwise.solver.cli_report import compare_command, report_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
 from shardwise.solver.cli_training_run import (
     CheckpointOption,
@@ -33,6 +33,7 @@ from shardwise.solver.cli_training_run import (
     run_of,
     with_terms,
 )
+from shardwise.solver.saved import read_plan, saved_instance
 from shardwise.solver.terminal import (
     BAD_INPUT,
     DONE,
@@ -50,12 +51,9 @@ from shardwise.solver.terminal import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
 
-MAX_PLAN_BYTES = 64_000_000
 LAUNCHERS = ("megatron-core",)
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
 
@@ -90,6 +88,8 @@ app.add_typer(plan_app, name="plan")
 app.command("collective")(collective_command)
 app.command("validate")(validate_command)
 app.command("calibrate")(calibrate_command)
+app.command("report")(report_command)
+app.command("compare")(compare_command)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
 ClusterArgument = Annotated[
@@ -237,62 +237,6 @@ def progress(quiet: bool) -> Any:
     from shardwise.solver.progress import watching
 
     return watching(err, quiet=quiet)
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan of a file."""
-    from shardwise.data.plan import Plan
-
-    try:
-        if path.stat().st_size > MAX_PLAN_BYTES:
-            raise InputError(f"plan {path}: the file is larger than {MAX_PLAN_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InputError(f"plan {path}: cannot be read: {error}") from None
-    return Plan.from_json(text)
-
-
-def saved_instance(document: Any) -> Instance:
-    """The instance saved in a plan. Whoever edited the file is told of a field of the wrong type by its name."""
-    from shardwise.data.instance_document import instance_from_document
-
-    try:
-        instance = instance_from_document(document)
-    except OverflowError as error:
-        raise InputError(f"plan.instance cannot be read: {error}") from None
-    faults = list(dict.fromkeys(mistyped(instance.model, type(instance.model), "plan.instance.model")))
-    if faults:
-        raise InputError(faults)
-    return instance
-
-
-def mistyped(value: Any, hint: Any, name: str, least: int = 1) -> Iterator[str]:
-    """Every field below `value` that is not what its annotation says, or not a size."""
-    from shardwise.data.model import MAX_SIZE
-
-    options = get_args(hint)
-    if isinstance(hint, UnionType):
-        mine = [option for option in options if isinstance(value, get_origin(option) or option)]
-        if mine:
-            yield from mistyped(value, mine[0], name, least)
-        else:
-            yield f"{name}={value!r:.40} must be {hint}"
-    elif get_origin(hint) is tuple:
-        seen = {id(item): (item, index) for index, item in reversed(list(enumerate(value)))}
-        for item, index in seen.values():
-            yield from mistyped(item, options[0], f"{name}[{index}]", least)
-    elif get_origin(hint) is Literal:
-        if not isinstance(value, str | int) or value not in options:
-            yield f"{name}={value!r:.40} must be one of {', '.join(map(str, options))}"
-    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        yield f"{name}={value!r:.40} must be {hint.__name__}"
-    elif hint is int and not least <= value <= MAX_SIZE:
-        yield f"{name}={value!r:.40} must be between {least} and 2^40"
-    elif is_dataclass(value):
-        hints = get_type_hints(type(value))
-        for field in fields(value):
-            lowest = 0 if field.default == 0 else 1
-            yield from mistyped(getattr(value, field.name), hints[field.name], f"{name}.{field.name}", lowest)
 
 
 @app.command("evaluate")

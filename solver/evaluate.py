@@ -441,7 +441,7 @@ def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     return KindParams(dense, expert)
 
 
-def _kept_layers(
+def kept_layers(
     tables: CostTables, plan: Plan, stage: int
 ) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
     """(kind, chunk row, recompute mode) of every layer of a stage."""
@@ -460,7 +460,7 @@ def activation_bytes(tables: CostTables, plan: Plan, stage: int) -> tuple[float,
     """(M2), (M3) What a micro-batch in flight keeps in each chunk of a stage, fragmentation included."""
     bytes_of = tables.activations(sharding_of(plan.degrees))
     held = [0.0] * len(plan.layout.chunks_of(stage))
-    for kind, row, mode in _kept_layers(tables, plan, stage):
+    for kind, row, mode in kept_layers(tables, plan, stage):
         held[row] += getattr(bytes_of[kind], mode)
     return tuple(held)
 
@@ -474,7 +474,7 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
     states: StateBytes = state_bytes(instance, stage_params(tables, plan, stage), d)
-    recomputes = any(mode == "full" for _, _, mode in _kept_layers(tables, plan, stage))
+    recomputes = any(mode == "full" for _, _, mode in kept_layers(tables, plan, stage))
     working = max(kind.working for kind in tables.activations(sharding)) if recomputes else 0.0
     has_head = d.virtual_stages - 1 in plan.layout.chunks_of(stage)
     logits = head_activations_bytes(instance, sharding) if has_head else 0.0
@@ -497,7 +497,7 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     """(F2) The same in whole MiB, each line of each layer rounded up, as the verdict takes it."""
     d, memory = plan.degrees, tables.memory(plan.degrees, plan.schedule)
     chunks = plan.layout.chunks_of(stage)
-    kept = Counter(_kept_layers(tables, plan, stage))
+    kept = Counter(kept_layers(tables, plan, stage))
     total = memory.fixed + sum(count * memory.state[kind] for (kind, _, _), count in kept.items())
     total += max(
         sum(count * memory.kept(kind, vector[row], mode) for (kind, row, mode), count in kept.items())

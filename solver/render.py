@@ -47,7 +47,7 @@ def show_result(console: Console, instance: Instance, result: Result, run: Train
     show_search(console, result)
     for other in result.alternatives[:3]:
         words = "a tie" if other.tie else f"+{100 * (other.value / result.value - 1):.2f} %"
-        _line(console, f"also met, {words}: {_difference(other.plan, result.plan)}")
+        _line(console, f"also met, {words}: {difference_in_words(other.plan, result.plan)}")
     show_assumptions(console, instance)
 
 
@@ -55,14 +55,15 @@ def show_verdict(
     console: Console, instance: Instance, plan: Plan, evaluation: Evaluation, run: TrainingRun | None = None
 ) -> None:
     """Everything that `evaluate` prints."""
-    _line(console, f"[bold]{escape(_title(instance))}: {_verdict(evaluation)}[/bold]")
+    _line(console, f"[bold]{escape(_title(instance))}: {verdict_in_words(evaluation)}[/bold]")
     _line(console, f"step time {evaluation.step_time_s:.4f} s")
     show_evaluation(console, instance, plan, evaluation)
     show_training_run(console, run)
     show_assumptions(console, instance)
 
 
-def _verdict(evaluation: Evaluation) -> str:
+def verdict_in_words(evaluation: Evaluation) -> str:
+    """Legality and fit."""
     verdict = "legal" if evaluation.legal else "illegal"
     verdict += ", fits" if evaluation.fits else ", does not fit"
     return verdict + (", breaks limits" if evaluation.limit_faults else "")
@@ -71,9 +72,9 @@ def _verdict(evaluation: Evaluation) -> str:
 def show_simulation(console: Console, instance: Instance, simulation: Simulation) -> None:
     """Everything that `simulate` prints."""
     plan, evaluation = simulation.plan, simulation.evaluation
-    _line(console, f"[bold]{escape(_title(instance))}: {_verdict(evaluation)}[/bold]")
+    _line(console, f"[bold]{escape(_title(instance))}: {verdict_in_words(evaluation)}[/bold]")
     _line(console, f"step time {simulation.step_time_s:.4f} s, schedule {plan.schedule}")
-    _line(console, f"{_degrees(plan)}; {simulation.micro_batches} micro-batches")
+    _line(console, f"{degrees_in_words(plan)}; {simulation.micro_batches} micro-batches")
     if simulation.micro_batches != plan.micro_batches:
         _line(
             console,
@@ -123,7 +124,7 @@ def show_search(console: Console, result: Result) -> None:
 
 def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation: Evaluation) -> None:
     """Degrees, stages, time and memory of a plan, and the rules it breaks."""
-    _line(console, f"{_degrees(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}")
+    _line(console, f"{degrees_in_words(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}")
     _line(
         console,
         f"{evaluation.tokens_per_s:,.0f} tokens/s ({evaluation.tokens_per_s_per_device:,.0f} per device), model FLOPs "
@@ -235,7 +236,8 @@ def _title(instance: Instance) -> str:
     return f"{instance.model.name} on {instance.cluster.name}"
 
 
-def _degrees(plan: Plan) -> str:
+def degrees_in_words(plan: Plan) -> str:
+    """The degrees on one line, those of 1 that are rarely more left out."""
     d = plan.degrees
     sequence = " sp" if d.sequence_parallel else ""
     others = [("cp", d.cp, 1), ("ep", d.ep, 1), ("etp", d.etp, d.tp), ("dp_replicate", d.dp_replicate, 1)]
@@ -246,10 +248,10 @@ def _degrees(plan: Plan) -> str:
     )
 
 
-def _difference(other: Plan, best: Plan) -> str:
+def difference_in_words(other: Plan, best: Plan) -> str:
     """The degrees of another plan, or what else tells it from the best one."""
     if other.degrees != best.degrees:
-        return _degrees(other)
+        return degrees_in_words(other)
     if other.placement != best.placement:
         placement = other.placement
         factors = " ".join(
