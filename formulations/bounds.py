@@ -21,8 +21,8 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
      l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
      the mean of (B3) grows by  m t_full (p v - 2) / p.
-(B7) shape: with m / p = B / (b dp p), b the micro-batch, the mean of (B3) gives  T >= overhead + B W / (b max dp p)  for all
-     rows of one shape at once.
+(B7) quick: with m / p = B / (b dp p), b the micro-batch, the mean of (B3) gives  T >= overhead + B / (dp p) min W / b  for
+     all micro-batches of one shape at once.
 
 Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
@@ -30,7 +30,6 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +53,7 @@ from shardwise.formulations.step_time import SyncRates, exchange_time_s, gathers
 if TYPE_CHECKING:
     from shardwise.formulations.candidates import Grid, GridShape, PlacementTable
     from shardwise.formulations.coefficients import CostTables, ShardTimes
-    from shardwise.formulations.layer_costs import Sharding, Spans
+    from shardwise.formulations.layer_costs import Sharding, ShardTerms, Spans
 
 Floats = npt.NDArray[np.float64]
 SAFETY = 1 - 1e-9
@@ -103,6 +102,10 @@ class BestCase:
     def fits_somewhere(self, sharding: Sharding) -> bool:
         """Whether each group of a layer has a place."""
         return all(self.group_factors(size) for size in (sharding.tp, sharding.cp, sharding.ep, sharding.etp))
+
+    def terms(self, sharding: Sharding) -> ShardTerms:
+        """Layer terms with every collective in the fastest place of its group."""
+        return self.tables.terms(sharding, self.groups(sharding))
 
     def times(self, sharding: Sharding) -> ShardTimes:
         """Layer times with every collective in the fastest place of its group."""
@@ -179,25 +182,27 @@ def whole_layers_s(kinds_s: list[float], counts: npt.NDArray[np.int64], pp: npt.
     return found[where].reshape(stages.shape)
 
 
-def last_chunk_layers(incumbent_s: float, layer_s: npt.ArrayLike, layers: int) -> Floats:
-    """n of (B3): layers of `layer_s` seconds each that fit into the incumbent; all of them when a layer takes no time."""
+def last_chunk_layers(within_s: npt.ArrayLike, layer_s: npt.ArrayLike, layers: int) -> Floats:
+    """n of (B3): layers of `layer_s` seconds each that fit into `within_s`; all of them when a layer takes no time."""
     seconds = np.asarray(layer_s, dtype=np.float64)
-    fitting = np.floor(incumbent_s / np.where(seconds > 0, seconds, 1.0))
+    fitting = np.floor(np.asarray(within_s, dtype=np.float64) / np.where(seconds > 0, seconds, 1.0))
     return np.where(seconds > 0, np.minimum(fitting, layers), float(layers))
 
 
-def shape_bound_s(best: BestCase, grid: Grid) -> float:
-    """(B7) in seconds, for all rows of a grid."""
+def quick_bounds_s(best: BestCase, grid: Grid) -> Floats:
+    """(B7) in seconds, for every row of a grid."""
     shape, batch = grid.shape, best.tables.instance.workload.global_batch
     if not best.fits_somewhere(shape.sharding(1)):
-        return inf
-    most = float((grid.dp * grid.pp).max())
+        return np.full(len(grid), np.inf)
     least = min(best.work_s(shape.sharding(int(size))) / int(size) for size in np.unique(grid.micro_batch))
-    return (best.tables.instance.profile.step_overhead_s + batch * least / most) * SAFETY
+    return np.asarray((best.tables.instance.profile.step_overhead_s + batch * least / (grid.dp * grid.pp)) * SAFETY)
 
 
-def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> Floats:
-    """(B2)-(B6) of every row of `grid` in seconds, with the best placement of each group assumed."""
+def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> Floats:
+    """(B2)-(B6) of every row of `grid` in seconds, with the best placement of each group assumed.
+
+    With `within_s` the bounds of rows that have no plan of at most so many seconds may be anything.
+    """
     instance, shape = best.tables.instance, grid.shape
     micro, at = np.unique(grid.micro_batch, return_inverse=True)
     if not best.fits_somewhere(shape.sharding(1)):
@@ -217,8 +222,8 @@ def grid_bounds(best: BestCase, grid: Grid, incumbent_s: float | None) -> Floats
     transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
     repeated: Floats | float = 0.0
-    if incumbent_s is not None:
-        last_chunk = last_chunk_layers(incumbent_s, grid.micro_batches * fastest, layers)
+    if within_s is not None:
+        last_chunk = last_chunk_layers(within_s, grid.micro_batches * fastest, layers)
         repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
         work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
@@ -271,7 +276,8 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
         rows = (gathers_each_pass(zero, grid.pp)) == each_pass
         if not rows.any():
             continue
-        sync, optimizer = np.full((2, len(groups)), np.inf)
+        sync, optimizer = np.zeros((2, len(groups)))
+        nowhere = np.ones(len(groups), dtype=bool)
         for index, dp in enumerate(groups.tolist()):
             dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
             expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None
@@ -279,13 +285,15 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
                 expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
             if dense is None or expert is None or own is None:
                 continue
+            nowhere[index] = False
             sync[index] = dense.communication_s * params.dense + expert.communication_s * params.expert
             optimizer[index] = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
         moved, updated = sync[at[rows]], optimizer[at[rows]]
         floor = profile.dp_comm_floor * moved + updated
         hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
         single = np.maximum(floor, moved - hidden + updated)
-        out[rows] = np.where(grid.pp[rows] == 1, single, floor)
+        tails = np.where(grid.pp[rows] == 1, single, floor)
+        out[rows] = np.where(nowhere[at[rows]], np.inf, tails)
     return out
 
 

@@ -101,6 +101,11 @@ class Grid:
     def __len__(self) -> int:
         return len(self.pp)
 
+    @property
+    def devices(self) -> Column:
+        """(N2)."""
+        return self.shape.tp * self.shape.cp * self.pp * self.dp
+
     def degrees(self, row: int) -> Degrees:
         return self.shape.degrees(int(self.pp[row]), int(self.vpp[row]), int(self.dp[row]), int(self.micro_batch[row]))
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Candidate
     from shardwise.formulations.coefficients import CostTables, MemoryCoefficients, TimeCoefficients
+    from shardwise.formulations.passes import ChunkCounts
 
 Ints = npt.NDArray[np.int64]
 Modes = tuple[Recompute, ...]
@@ -141,9 +142,9 @@ class SplitSearch:
         """(P4) Whether no plan of a split repeats less than the split says, on any chunk."""
         return candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute
 
-    def timed(self, candidate: Candidate, time: TimeCoefficients, splits: list[Split]) -> Ints:
-        """(P4) The step of each split, with its own settings where they are exact and without recompute where not: no
-        plan of the split is faster."""
+    def timed(self, candidate: Candidate, time: TimeCoefficients, splits: list[Split]) -> tuple[Ints, ChunkCounts]:
+        """(P4) The step of each split, with its own settings where they are exact and without recompute where not, and
+        what it repeats then: no plan of the split is faster or repeats less."""
         where, stage = candidate.layout, np.array(candidate.layout.stage)
         cuts = np.array([split.cuts for split in splits]).T
         block, selective = np.zeros((len(stage), len(splits)), np.int64), np.zeros((len(stage), len(splits)), bool)
@@ -153,7 +154,7 @@ class SplitSearch:
             selective = np.array([[mode == "selective" for mode, _ in split.settings] for split in splits]).T[stage]
         counts = chunk_counts(where, self.tables.kind_prefixes, cuts, block, selective)
         passes = pass_times(time, candidate.shape, where, counts)
-        return np.asarray(passes.step(candidate.shape) + int(time.overhead))
+        return np.asarray(passes.step(candidate.shape) + int(time.overhead)), counts
 
     def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
         """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import floor, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from shardwise.data.plan import Stage
 from shardwise.formulations.cp import Option, build
 from shardwise.solver.default_plan import even_split
 from shardwise.solver.evaluate import admitted_units
+from shardwise.solver.search import UNLIMITED
 
 if TYPE_CHECKING:
     from shardwise.data.plan import Plan
@@ -97,14 +99,20 @@ def close_waves(search: Search, statistics: Statistics, workers: int, seed: int,
                 confirm(search, statistics, option, seed)
             if not search.open:
                 break
-        size = len(search.open) if wave is None else wave
-        options = tuple(search.open[:size])
-        search.report("closing", options[0].bound * search.unit_s, len(search.open), force=True)
+        options = tuple(search.open) if wave is None else _first_wave(search.open, wave)
+        search.report("closing", search.least_s(options), len(search.open), force=True)
         statistics.candidates += len(options)
         if not close(search, statistics, options, workers, seed):
             return False
-        search.open = search.open[size:]
+        search.open = search.open[len(options) :]
     return True
+
+
+def _first_wave(options: list[Option], most: int) -> tuple[Option, ...]:
+    """The first candidates, as far as their values are equal multiples of step times; else the first alone."""
+    first = options[0].worth
+    alike = tuple(takewhile(lambda option: option.worth.multiplier == first.multiplier, options))
+    return alike[: most if first.plain else 1]
 
 
 def close(search: Search, statistics: Statistics, options: tuple[Option, ...], workers: int, seed: int) -> bool:
@@ -124,7 +132,7 @@ def close(search: Search, statistics: Statistics, options: tuple[Option, ...], w
         if plan is None or accept(search, plan, options) <= claimed:
             return True
         add_cut(search, statistics, plan)
-        search.report("closing", options[0].bound * search.unit_s, len(search.open))
+        search.report("closing", search.least_s(options), len(search.open))
 
 
 def add_cut(search: Search, statistics: Statistics, plan: Plan) -> None:
@@ -143,7 +151,7 @@ def confirm(search: Search, statistics: Statistics, option: Option, seed: int) -
     search.cut_off(incumbent.plan)
     formulation = build(search.instance, (option,), incumbent.units, tuple(search.cuts))
     formulation.fix(incumbent.plan)
-    formulation.model.minimize(formulation.clock.step)
+    formulation.model.minimize(formulation.value.variable)
     solver = new_solver(search, 1, seed)
     status = solver.solve(formulation.model)
     statistics.add(solver, formulation.model, solver.status_name(status))
@@ -163,20 +171,25 @@ def even_plan(search: Search, candidate: Candidate) -> Plan:
 def _solve(
     search: Search, statistics: Statistics, options: tuple[Option, ...], workers: int, seed: int
 ) -> tuple[Plan | None, int] | None:
-    """One CP-SAT solve: a plan and the units that it claims, no plan if none beats the incumbent; None out of time."""
+    """One CP-SAT solve: a plan and the V that it claims, no plan if none beats the incumbent; None out of time."""
     incumbent = search.incumbent
-    formulation = build(search.instance, options, search.most_units(), tuple(search.cuts))
+    most = search.most_units(option.candidate for option in options)
+    formulation = build(search.instance, options, most, tuple(search.cuts))
+    value = formulation.value
+    for c, option in enumerate(options):
+        longest = search.longest(option.candidate)
+        formulation.model.add(formulation.clock.step <= longest).only_enforce_if(formulation.choice.uses(c))
     rank = {id(option): i for i, option in enumerate(sorted(options, key=lambda option: option.candidate.tie_key))}
     ranks = [rank[id(option)] for option in options]
     if incumbent is not None:
         for c, option in enumerate(options):
-            if option.candidate.tie_key > incumbent.candidate.tie_key:
-                formulation.model.add(formulation.clock.step <= incumbent.units - 1).only_enforce_if(
-                    formulation.choice.uses(c)
-                )
+            later = int(option.candidate.tie_key > incumbent.candidate.tie_key)
+            formulation.model.add(value.variable <= (incumbent.value - later) // value.factor).only_enforce_if(
+                formulation.choice.uses(c)
+            )
         formulation.add_hint(incumbent.plan, incumbent.units)
     order = cp_model.LinearExpr.weighted_sum(formulation.choice.literals, ranks)
-    formulation.model.minimize(formulation.clock.step * len(options) + order)
+    formulation.model.minimize(value.variable * len(options) + order)
     solver = new_solver(search, workers, seed)
     status = solver.solve(formulation.model)
     statistics.add(solver, formulation.model, solver.status_name(status))
@@ -186,21 +199,24 @@ def _solve(
     if status == cp_model.INFEASIBLE:
         return None, 0
     if status == cp_model.OPTIMAL:
-        return formulation.plan(solver.value), solver.value(formulation.clock.step)
+        return formulation.plan(solver.value), solver.value(value.variable) * value.factor
     if status == cp_model.FEASIBLE:
         accept(search, formulation.plan(solver.value), options)
     if isfinite(solver.best_objective_bound):
-        search.raise_bounds(options, floor(solver.best_objective_bound / len(options)))
+        search.raise_bounds(options, floor(solver.best_objective_bound / len(options)) * value.factor)
     return None
 
 
 def accept(search: Search, plan: Plan, options: tuple[Option, ...]) -> int:
-    """Offer a CP-SAT plan, which the independent evaluation must admit; its units."""
+    """Offer a CP-SAT plan, which the independent evaluation must admit; its V in units, without end where it takes longer
+    than is allowed, which CP-SAT may not know."""
     option = next(option for option in options if option.candidate.is_of(plan))
-    units = search.offer(plan, option.candidate)
-    if units is None:
+    inner = search.offer(plan, option.candidate)
+    if inner is not None:
+        return option.worth.multiplier * inner
+    if admitted_units(search.instance, plan, search.unit_s) is None:
         raise RuntimeError("the formulation returned a plan that the evaluation does not admit")
-    return units
+    return UNLIMITED
 
 
 def settle(search: Search, statistics: Statistics, seed: int) -> None:
@@ -208,6 +224,9 @@ def settle(search: Search, statistics: Statistics, seed: int) -> None:
     incumbent = search.incumbent
     assert incumbent is not None
     if search.settle_by_splits():
+        return
+    if not search.worth(incumbent.candidate).plain:
+        statistics.settled = False
         return
     recomputed: int | None = None
     largest: int | None = None
@@ -241,7 +260,7 @@ def _settled(
     assert incumbent is not None
     candidate = incumbent.candidate
     memory = search.tables.memory(candidate.degrees, candidate.schedule)
-    option = Option(candidate, search.coefficients(candidate), memory, 0)
+    option = Option(candidate, search.coefficients(candidate), memory, 0, search.worth(candidate))
     formulation = build(search.instance, (option,), incumbent.units, tuple(search.cuts))
     model, chunks, recompute = formulation.model, formulation.chunks, formulation.recompute
     layers = len(search.instance.model.layers)

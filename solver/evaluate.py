@@ -32,6 +32,7 @@ from shardwise.formulations.memory import (
     transfer_buffer_bytes,
 )
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, pass_times, shape_of
+from shardwise.formulations.phases import phases, transfers
 from shardwise.formulations.schedule import in_flight, passes_per_step
 from shardwise.formulations.step_time import straggling
 
@@ -218,7 +219,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         tokens_per_step=instance.workload.tokens_per_step,
         price_usd_per_hour=instance.accelerator.price_usd_per_hour,
         memory_band=instance.profile.memory_band,
-        energy=_energy(instance, devices, parts),
+        energy=_energy(tables, plan, timed),
         energy_reason=why_no_energy(instance.accelerator),
         risks=tuple(kernel_risks(instance)),
         objective_units=None if unit_s is None else int(timed_plan(instance, plan, unit_s).step_time),
@@ -243,22 +244,22 @@ def kernel_risks(instance: Instance) -> list[str]:
     ]
 
 
-def _energy(instance: Instance, devices: int, parts: TimeParts) -> Energy | None:
-    """Energy by phase: the longest path's work, its exposed communication, and the rest."""
-    communication = (
-        parts.tensor_parallel,
-        parts.context_parallel,
-        parts.expert_parallel,
-        parts.weight_gather,
-        parts.transfers,
-        parts.gradient_sync,
-    )
+def _energy(tables: CostTables, plan: Plan, timed: TimedPlan) -> Energy | None:
+    """Energy by phase, (H1)-(H3) over one device of every stage."""
+    instance, d, c = tables.instance, plan.degrees, timed.coefficients
+    own = phases(tables, d, plan.placement, plan.schedule)
+    every, full, selective = (getattr(timed.counts, name).sum(axis=0) for name in ("every", "full", "selective"))
+    m = passes_per_step(plan.schedule, timed.shape.micro_batches).micro_batches
+    optimizer = float(every @ own.optimizer)
+    compute = m * float(every @ own.compute + full @ c.full + selective @ c.selective) + optimizer
+    exposed = m * (float(every @ own.communication) + transfers(c, plan.layout, d.pp))
+    exposed += float(timed.passes.tails.sum()) - optimizer
     return step_energy(
         instance.accelerator,
-        devices,
-        max(parts.compute + parts.recompute + parts.optimizer, 0.0),
-        max(sum(communication), 0.0),
-        max(parts.host + parts.fill_and_drain + parts.overhead, 0.0),
+        d.devices,
+        compute / d.pp,
+        max(exposed, 0.0) / d.pp,
+        max(timed.step_time - (compute + exposed) / d.pp, 0.0),
         instance.workload.tokens_per_step,
     )
 

@@ -14,23 +14,25 @@ Status = Literal["OPTIMAL", "FEASIBLE", "INFEASIBLE", "UNKNOWN"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One report of a running solve. Seconds; `gap` is relative; `open` counts candidates neither pruned nor closed."""
+    """One report of a running solve. Value of the best plan and bound are in `unit`, that of the objective; `gap` is
+    relative; `open` counts candidates neither pruned nor closed."""
 
     phase: str
-    incumbent_s: float | None
-    bound_s: float | None
+    incumbent: float | None
+    bound: float | None
+    unit: str
     open: int
     elapsed_s: float
 
     @property
     def gap(self) -> float | None:
-        if self.incumbent_s is None or self.bound_s is None:
+        if self.incumbent is None or self.bound is None:
             return None
-        return relative_gap(self.incumbent_s, self.bound_s)
+        return relative_gap(self.incumbent, self.bound)
 
     def __str__(self) -> str:
-        best = "-" if self.incumbent_s is None else f"{self.incumbent_s:.4f} s"
-        bound = "-" if self.bound_s is None else f"{self.bound_s:.4f} s"
+        best = "-" if self.incumbent is None else f"{self.incumbent:.4f} {self.unit}"
+        bound = "-" if self.bound is None else f"{self.bound:.4f} {self.unit}"
         gap = "-" if self.gap is None else f"{100 * self.gap:.2f} %"
         return f"{self.phase}: incumbent {best}, bound {bound}, gap {gap}, {self.open} candidates left"
 

@@ -24,13 +24,15 @@ from shardwise.formulations.bounds import (
     grid_bounds,
     last_chunk_layers,
     memory_fits,
-    shape_bound_s,
+    quick_bounds_s,
     whole_layers_s,
     work_bound_s,
 )
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
+from shardwise.formulations.objective import Objective
+from shardwise.formulations.passes import counts_of
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
 from shardwise.formulations.splits import Split, SplitSearch, plans_to_try
 from shardwise.formulations.timeline import longest_paths
@@ -38,11 +40,15 @@ from shardwise.solver.evaluate import Evaluation, admitted_units, cost_tables, e
 from shardwise.solver.result import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy.typing as npt
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
     from shardwise.formulations.bounds import Floats
+    from shardwise.formulations.objective import Worth
+    from shardwise.formulations.timeline import Shape
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +69,24 @@ MOST_SPLITS = 64
 
 
 class Row(NamedTuple):
-    """One row of a grid, and a lower bound on the step of its candidates."""
+    """One row of a grid, and what its candidates are worth at least: V of the objective, and their step, in seconds."""
 
-    lower_s: float
+    value_s: float
+    step_s: float
     grid: Grid
     row: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    """Rows of a grid with their bounds, as in `Row`."""
+
+    grid: Grid
+    value_s: Floats
+    step_s: Floats
+
+    def rows(self, chosen: npt.NDArray[np.bool_]) -> Bounded:
+        return Bounded(self.grid.rows(chosen), self.value_s[chosen], self.step_s[chosen])
 
 
 class Work(NamedTuple):
@@ -80,16 +99,19 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best plan so far. `key` orders plans: integer step time, then the tie order of the candidate."""
+    """The best plan so far: its V and its step time in units, V in seconds. `key` orders plans: V, then the tie order of the
+    candidate."""
 
     plan: Plan
     evaluation: Evaluation
     candidate: Candidate
+    value: int
     units: int
+    seconds: float
 
     @property
     def key(self) -> tuple[int, tuple[int, ...]]:
-        return self.units, self.candidate.tie_key
+        return self.value, self.candidate.tie_key
 
 
 @dataclass
@@ -112,14 +134,20 @@ class Search:
     """The state of one solve up to the candidates that CP-SAT has to close."""
 
     def __init__(
-        self, instance: Instance, deadline: float | None, on_progress: Callable[[Progress], None] | None
+        self,
+        instance: Instance,
+        deadline: float | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.instance = instance
+        self.objective = objective or Objective("step-time")
         self.tables = cost_tables(instance)
         self.placements = PlacementTable(instance)
         self.best_case = BestCase(self.tables, self.placements)
         self.splits = SplitSearch(instance, self.tables)
         self.deadline = deadline
+        self.longest_s = math.inf
         self.on_progress = on_progress
         self.started = time.monotonic()
         self.reported = -math.inf
@@ -130,8 +158,9 @@ class Search:
         self.unit_s = 1.0
         self.in_units: dict[int, tuple[TimeCoefficients, TimeCoefficients]] = {}
         self.works: dict[int, tuple[TimeCoefficients, Work]] = {}
+        self.worths: dict[tuple[int, Shape], tuple[TimeCoefficients, Worth]] = {}
         self.waiting: deque[tuple[float, Grid]] = deque()
-        self.bounded: list[tuple[Grid, Floats]] = []
+        self.bounded: list[Bounded] = []
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
 
@@ -143,10 +172,11 @@ class Search:
         if self.on_progress is None or (now - self.reported < REPORT_EVERY_S and not force):
             return
         self.reported = now
-        value = None if self.incumbent is None else self.incumbent.evaluation.step_time_s
-        if value is not None and bound_s is not None:
-            bound_s = min(bound_s, value)
-        self.on_progress(Progress(phase, value, bound_s, open_count, now - self.started))
+        best_s = None if self.incumbent is None else self.incumbent.seconds
+        if best_s is not None and bound_s is not None:
+            bound_s = min(bound_s, best_s)
+        value, bound = (None if s is None else self.objective.value(self.instance, s) for s in (best_s, bound_s))
+        self.on_progress(Progress(phase, value, bound, self.objective.unit, open_count, now - self.started))
 
     def check_time(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -176,6 +206,7 @@ class Search:
         if unit_s != self.unit_s:
             self.unit_s = unit_s
             self.in_units.clear()
+            self.worths.clear()
 
     def units_below(self, lower_s: float, micro_batches: int) -> int:
         """Integer step time that no plan of so many micro-batches that lasts at least `lower_s` is below."""
@@ -191,7 +222,8 @@ class Search:
         self.unopened_bound_s = 0.0
         bounds = []
         for grid in grids:
-            bounds.append(shape_bound_s(self.best_case, grid))
+            step_s = quick_bounds_s(self.best_case, grid)
+            bounds.append(float(self.value_s(grid, step_s).min()) if np.isfinite(step_s[0]) else math.inf)
             self.check_time()
         order = np.argsort(bounds, kind="stable").tolist()
         self.waiting = deque((bounds[i], grids[i]) for i in order)
@@ -209,37 +241,61 @@ class Search:
             fitting = grid.rows(memory_fits(self.best_case, grid))
             counts["pruned_by_memory"] += len(grid) - len(fitting)
             if len(fitting):
-                self.bounded.append((fitting, grid_bounds(self.best_case, fitting, None)))
+                step_s = grid_bounds(self.best_case, fitting, None)
+                if np.isfinite(step_s[0]):
+                    self.bounded.append(Bounded(fitting, self.value_s(fitting, step_s), step_s))
             self.check_time()
 
-    def ordered(self, bounded: list[tuple[Grid, Floats]], most: int | None = None) -> list[Row]:
+    def of_devices(self, count: int, bounded: list[Bounded]) -> Search:
+        """A search over the bounded rows of exactly so many devices, which shares what this one knows."""
+        search = Search(self.instance, self.deadline, self.on_progress, self.objective)
+        search.longest_s, search.tables, search.placements = self.longest_s, self.tables, self.placements
+        search.best_case, search.splits, search.started = self.best_case, self.splits, self.started
+        search.tally = self.tally
+        chosen = [own.rows(own.grid.devices == count) for own in bounded]
+        search.waiting = deque((float(own.value_s.min()), own.grid) for own in chosen if len(own.grid))
+        return search
+
+    def terms_of(self, grid: Grid) -> tuple[Any, Any]:
+        """`Objective.of_rows`."""
+        return self.objective.of_rows(self.tables, grid, lambda size: self.best_case.terms(grid.shape.sharding(size)))
+
+    def value_s(self, grid: Grid, step_s: Floats) -> Floats:
+        """V in seconds of every row from below."""
+        factor, extra = self.terms_of(grid)
+        return np.asarray(factor * (step_s + extra))
+
+    def ordered(self, bounded: list[Bounded], most: int | None = None) -> list[Row]:
         """Rows with their bounds, best bound first, ties in order of enumeration; the first `most` of them."""
-        lower = np.concatenate([bounds for _, bounds in bounded]) if bounded else np.zeros(0)
+        lower = np.concatenate([own.value_s for own in bounded]) if bounded else np.zeros(0)
         order = np.nonzero(np.isfinite(lower))[0]
         if most is not None and most < len(order):
             order = np.sort(order[np.argpartition(lower[order], most)[:most]])
         order = order[np.argsort(lower[order], kind="stable")]
-        ends = np.cumsum([len(bounds) for _, bounds in bounded])
+        ends = np.cumsum([len(own.grid) for own in bounded])
         where = np.searchsorted(ends, order, side="right").tolist()
-        return [
-            Row(float(lower[i]), bounded[index][0], int(i - ends[index] + len(bounded[index][1])))
-            for i, index in zip(order.tolist(), where, strict=True)
-        ]
+        rows = []
+        for i, index in zip(order.tolist(), where, strict=True):
+            own, row = bounded[index], int(i - ends[index] + len(bounded[index].grid))
+            rows.append(Row(float(lower[i]), float(own.step_s[row]), own.grid, row))
+        return rows
 
     def within(self) -> list[Row]:
-        """The rows that can be as fast as the incumbent, by bounds that know it."""
+        """The rows that can be as good as the incumbent, by bounds that know it."""
         assert self.incumbent is not None
-        most_s = self.incumbent.evaluation.step_time_s
+        most_s = self.incumbent.seconds * NEAR
         self.bound(len(self.waiting), most_s)
         left = []
-        for grid, bounds in self.bounded:
-            close = grid.rows(bounds <= most_s * NEAR)
+        for own in self.bounded:
+            close = own.rows(own.value_s <= most_s).grid
             if len(close):
-                lower = grid_bounds(self.best_case, close, most_s)
-                usable = lower <= most_s * NEAR
-                left.append((close.rows(usable), lower[usable]))
-        self.tally.counts["pruned_by_work_bound"] = sum(len(bounds) for _, bounds in self.bounded)
-        self.tally.counts["pruned_by_work_bound"] -= sum(len(bounds) for _, bounds in left)
+                factor, extra = self.terms_of(close)
+                step_s = grid_bounds(self.best_case, close, np.minimum(most_s / factor - extra, self.longest_s))
+                value_s = np.asarray(factor * (step_s + extra))
+                usable = (value_s <= most_s) & (step_s <= self.longest_s * NEAR)
+                left.append(Bounded(close, value_s, step_s).rows(usable))
+        self.tally.counts["pruned_by_work_bound"] = sum(len(own.grid) for own in self.bounded)
+        self.tally.counts["pruned_by_work_bound"] -= sum(len(own.grid) for own in left)
         return self.ordered(left)
 
     def first_incumbent(self) -> list[Candidate]:
@@ -258,7 +314,7 @@ class Search:
             left = self.try_rows(self.ordered(self.bounded), UNLIMITED)
             if self.incumbent is None:
                 if left:
-                    self.choose_unit(max(self.longest_s(candidate) for candidate in left))
+                    self.choose_unit(max(self.serial_s(candidate) for candidate in left))
                 return left
         self.rescale()
         rows = self.ordered(self.bounded, FIRST_ROWS)
@@ -269,11 +325,11 @@ class Search:
     def try_rows(self, rows: list[Row], factor: int) -> list[Candidate]:
         """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left."""
         left = []
-        for lower_s, grid, row in rows:
+        for _, step_s, grid, row in rows:
             self.check_time()
-            self.choose_unit(lower_s)
+            self.choose_unit(step_s)
             for candidate in self.candidates(grid, row):
-                limit = min(UNLIMITED, math.ceil(factor * lower_s / self.unit_s))
+                limit = min(self.longest(candidate), math.ceil(factor * step_s / self.unit_s))
                 option = self.try_candidate(candidate, self.coefficients(candidate), limit)
                 if option is not None:
                     left.append(candidate)
@@ -283,13 +339,12 @@ class Search:
 
     def probe(self, rows: list[Row]) -> None:
         """Try a few rows, evenly among all: a good incumbent early makes the rest cheaper."""
-        for _, grid, row in rows[:: max(len(rows) // PROBES, 1)]:
+        for _, _, grid, row in rows[:: max(len(rows) // PROBES, 1)]:
             self.check_time()
             for candidate in self.candidates(grid, row):
-                assert self.incumbent is not None
-                self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
+                self.try_candidate(candidate, self.coefficients(candidate), self.longest(candidate))
 
-    def longest_s(self, candidate: Candidate) -> float:
+    def serial_s(self, candidate: Candidate) -> float:
         """Above every step time of the candidate: all passes one after the other, everything recomputed."""
         c = self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
         units = [*self.instance.model.kind_indices, -2, -1]
@@ -302,7 +357,7 @@ class Search:
         """Choose the unit by the incumbent, and express it so."""
         old = self.incumbent
         assert old is not None
-        self.choose_unit(old.evaluation.step_time_s)
+        self.choose_unit(old.evaluation.step_time_s * self.worth(old.candidate).weight)
         self.incumbent = None
         self.seen.clear()
         self.offer(old.plan, old.candidate)
@@ -328,19 +383,51 @@ class Search:
             known = self.in_units[id(time)] = time, time.in_units(self.unit_s)
         return known[1]
 
-    def offer(self, plan: Plan, candidate: Candidate) -> int | None:
-        """The units of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
+    def worth(self, candidate: Candidate) -> Worth:
+        """What a candidate's step is worth, remembered by what it depends on."""
+        time = self.time(candidate)
+        key = id(time), candidate.shape
+        known = self.worths.get(key)
+        if known is None or known[0] is not time:
+            own = self.objective.worth(self.tables, candidate, time, self.unit_s)
+            known = self.worths[key] = time, own
+        return known[1]
+
+    def longest(self, candidate: Candidate) -> int:
+        """No plan of the candidate that lasts more units is within the time allowed and as good as the incumbent."""
+        most = UNLIMITED
+        if self.longest_s < math.inf:
+            most = self.units_below(self.longest_s, candidate.micro_batches)
+        if self.incumbent is None:
+            return most
+        worth = self.worth(candidate)
+        return min(most, worth.longest(self.incumbent.value // worth.multiplier))
+
+    def inner(self, plan: Plan, candidate: Candidate) -> tuple[int, int] | None:
+        """The step of an admitted plan in units, and its inner value; None if it is not admitted."""
         units = admitted_units(self.instance, plan, self.unit_s)
-        if units is None:
+        if units is None or units * self.unit_s > self.longest_s:
             return None
-        key = (units, candidate.tie_key)
+        worth = self.worth(candidate)
+        if worth.plain:
+            return units, units
+        return units, int(worth.inner(units, candidate.layout, counts_of(plan, self.tables.kind_prefixes)))
+
+    def offer(self, plan: Plan, candidate: Candidate) -> int | None:
+        """The inner value of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
+        found = self.inner(plan, candidate)
+        if found is None:
+            return None
+        units, inner = found
+        value = self.worth(candidate).multiplier * inner
         known = self.seen.get(candidate.tie_key)
-        if known is None or units < known[0]:
-            self.seen[candidate.tie_key] = units, plan
-        if self.incumbent is None or key < self.incumbent.key:
+        if known is None or value < known[0]:
+            self.seen[candidate.tie_key] = value, plan
+        if self.incumbent is None or (value, candidate.tie_key) < self.incumbent.key:
             evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
-            self.incumbent = Incumbent(plan, evaluation, candidate, units)
-        return units
+            seconds = self.objective.seconds(self.instance, evaluation)
+            self.incumbent = Incumbent(plan, evaluation, candidate, value, units, seconds)
+        return inner
 
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
         """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
@@ -353,53 +440,61 @@ class Search:
             bound: int | None = self.try_even(candidate, splits)
         else:
             bound = self.try_splits(candidate, time_units, splits, limit)
-        if bound is None or bound > limit:
+        worth = self.worth(candidate)
+        if bound is None or (worth.plain and bound > limit):
             return None
-        return Option(candidate, time_units, self.tables.memory(candidate.degrees, candidate.schedule), bound)
+        memory = self.tables.memory(candidate.degrees, candidate.schedule)
+        return Option(candidate, time_units, memory, bound, worth)
 
     def try_even(self, candidate: Candidate, splits: Iterator[Split]) -> int:
         """Offer the best even splits of a candidate whose chunks are free; the bound of its placement holds for all."""
         best: int | None = None
+        worth = self.worth(candidate)
         for split in itertools.islice(splits, MOST_SPLITS):
-            if best is not None and best <= split.bound:
+            if best is not None and best <= worth.least(split.bound):
                 break
-            units = self.try_split(candidate, split)
-            if units is not None:
-                best = units if best is None else min(best, units)
-        return max(self.units_below(self.placed_bound_s(candidate), candidate.micro_batches), 0)
+            inner = self.try_split(candidate, split)
+            if inner is not None:
+                best = inner if best is None else min(best, inner)
+        return worth.least(max(self.units_below(self.placed_bound_s(candidate), candidate.micro_batches), 0))
 
     def try_splits(
         self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int
     ) -> int | None:
-        """The step of the candidate's best plan, or a bound below it: of the splits that (P4) leaves open, or of those
-        not tried after `MOST_SPLITS`; None where no plan is within `limit`."""
+        """The inner value of the candidate's best plan, or a bound below it: of the splits that (P4) leaves open, or of
+        those not tried after `MOST_SPLITS`; None where no plan is within `limit` units of time."""
         best = open_bound = UNLIMITED
-        tried = 0
+        worth, tried = self.worth(candidate), 0
         while batch := list(itertools.islice(splits, MOST_SPLITS if tried else 1)):
-            if best <= batch[0].bound:
+            if best <= worth.least(batch[0].bound):
                 break
-            timed = self.splits.timed(candidate, time_units, batch).tolist()
-            for step, split in sorted(zip(timed, batch, strict=True), key=lambda pair: pair[0]):
-                if step > limit or best <= step:
+            steps, counts = self.splits.timed(candidate, time_units, batch)
+            inners = worth.inner(steps, candidate.layout, counts)
+            for inner, step, split in sorted(
+                zip(inners.tolist(), steps.tolist(), batch, strict=True), key=lambda own: own[0]
+            ):
+                if best <= inner:
                     break
-                units = self.try_split(candidate, split)
-                if units is not None:
-                    best = min(best, units)
-                if not self.splits.exact(candidate) and (units is None or units > step):
-                    open_bound = min(open_bound, max(step, split.bound))
+                if step > limit:
+                    continue
+                offered = self.try_split(candidate, split)
+                if offered is not None:
+                    best = min(best, offered)
+                if not self.splits.exact(candidate) and (offered is None or offered > inner):
+                    open_bound = min(open_bound, max(inner, worth.least(split.bound)))
             tried += len(batch)
             if tried > MOST_SPLITS:
-                open_bound = min(open_bound, batch[-1].bound)
+                open_bound = min(open_bound, worth.least(batch[-1].bound))
                 break
         bound = min(best, open_bound)
         return None if bound == UNLIMITED else bound
 
     def try_split(self, candidate: Candidate, split: Split) -> int | None:
-        """Offer the plans of a split until one is admitted; its units."""
+        """Offer the plans of a split until one is admitted; its inner value."""
         for plan in plans_to_try(self.instance, candidate, split):
-            units = self.offer(plan, candidate)
-            if units is not None:
-                return units
+            inner = self.offer(plan, candidate)
+            if inner is not None:
+                return inner
         return None
 
     def cut_off(self, plan: Plan) -> bool:
@@ -428,58 +523,66 @@ class Search:
             return False
         splits = list(
             itertools.islice(
-                self.splits.ascending(candidate, self.coefficients(candidate), incumbent.units), MOST_SPLITS + 1
+                self.splits.ascending(candidate, self.coefficients(candidate), self.longest(candidate)), MOST_SPLITS + 1
             )
         )
         if len(splits) > MOST_SPLITS:
             return False
+        best = incumbent.value // self.worth(candidate).multiplier
         equal = [
             plan
             for split in splits
             for plan in plans_to_try(self.instance, candidate, split)
-            if admitted_units(self.instance, plan, self.unit_s) == incumbent.units
+            if (found := self.inner(plan, candidate)) is not None and found[1] == best
         ]
         first = min(equal, key=settled_key)
         self.incumbent = replace(incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s))
         return True
 
     def beaten(self, option: Option) -> bool:
-        """Whether the option cannot improve on the incumbent, in step time or in tie order."""
+        """Whether the option cannot improve on the incumbent, in value or in tie order."""
         assert self.incumbent is not None
-        return (option.bound, option.candidate.tie_key) > self.incumbent.key
+        return (option.worth.multiplier * option.bound, option.candidate.tie_key) > self.incumbent.key
 
     def met(self, option: Option) -> bool:
-        """Whether the incumbent is a plan of the option, and takes as long as its bound."""
+        """Whether the incumbent is a plan of the option, and is worth no more than its bound."""
         assert self.incumbent is not None
-        return option.candidate.tie_key == self.incumbent.candidate.tie_key and option.bound >= self.incumbent.units
+        same = option.candidate.tie_key == self.incumbent.candidate.tie_key
+        return same and option.worth.multiplier * option.bound >= self.incumbent.value
 
-    def raise_bounds(self, options: tuple[Option, ...], units: int) -> None:
-        """No plan of `options` that would be returned is below `units`."""
+    def least_s(self, options: Iterable[Option]) -> float:
+        """V in seconds that no plan of some options is below."""
+        return min((option.worth.multiplier * option.bound for option in options), default=0) * self.unit_s
+
+    def raise_bounds(self, options: tuple[Option, ...], value: int) -> None:
+        """No plan of `options` that would be returned is below V of `value`."""
         among = {id(option) for option in options}
         self.open = [
-            replace(option, bound=max(option.bound, units)) if id(option) in among else option for option in self.open
+            replace(option, bound=max(option.bound, -(-value // option.worth.multiplier)))
+            if id(option) in among
+            else option
+            for option in self.open
         ]
 
     def prune(self, ordered: list[Row]) -> None:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
-        self.unopened_bound_s = ordered[0][0] if ordered else None
-        most = max((int(grid.micro_batches[row]) for _, grid, row in ordered), default=1)
-        for position, (lower_s, grid, row) in enumerate(ordered):
+        self.unopened_bound_s = ordered[0].value_s if ordered else None
+        for position, (value_s, _, grid, row) in enumerate(ordered):
             assert self.incumbent is not None
-            if self.units_below(lower_s, most) > self.incumbent.units:
+            if value_s > self.incumbent.seconds * NEAR:
                 counts["pruned_by_work_bound"] += len(ordered) - position
                 break
-            self.unopened_bound_s = lower_s
+            self.unopened_bound_s = value_s
             self.check_time()
-            self.report("pruning", lower_s, len(ordered) - position + len(self.open))
+            self.report("pruning", value_s, len(ordered) - position + len(self.open))
             for candidate in self.candidates(grid, row):
                 self.tally.placements += 1
-                bound_s = self.placed_bound_s(candidate)
-                if self.units_below(bound_s, candidate.micro_batches) > self.incumbent.units:
+                bound_s, limit = self.placed_bound_s(candidate), self.longest(candidate)
+                if self.units_below(bound_s, candidate.micro_batches) > limit:
                     counts["pruned_by_placement_bound"] += 1
                     continue
-                option = self.try_candidate(candidate, self.coefficients(candidate), self.incumbent.units)
+                option = self.try_candidate(candidate, self.coefficients(candidate), limit)
                 if option is None:
                     counts["pruned_by_split_bound"] += 1
                 elif self.beaten(option):
@@ -489,7 +592,7 @@ class Search:
         self.unopened_bound_s = None
         left = [option for option in self.open if not self.beaten(option)]
         counts["pruned_by_split_bound"] += len(self.open) - len(left)
-        self.open = sorted(left, key=lambda option: (option.bound, option.candidate.tie_key))
+        self.open = sorted(left, key=lambda own: (own.worth.multiplier * own.bound, own.candidate.tie_key))
 
     def work(self, candidate: Candidate) -> Work:
         """What (B2)-(B4) need of a candidate's seconds, remembered with them."""
@@ -509,7 +612,7 @@ class Search:
         time_s, work = self.time(candidate), self.work(candidate)
         hops = [link for link in candidate.layout.hop_before if link >= 0]
         transfers = 2 * sum(time_s.sends[link] for link in hops)
-        within_s = math.inf if self.incumbent is None else self.incumbent.evaluation.step_time_s
+        within_s = math.inf if self.incumbent is None else self.longest(candidate) * self.unit_s * NEAR
         last = last_chunk_layers(within_s, m * work.fastest, layers)
         bound = work_bound_s(
             work.total, transfers, work.fastest, work.whole, m, d.pp, d.vpp, layers, last,
@@ -532,16 +635,19 @@ class Search:
 
     def open_all(self, candidates: list[Candidate]) -> None:
         """Open every candidate with bound 0."""
-        most = self.most_units()
+        most = self.most_units(candidates)
         for candidate in candidates:
             coefficients = clipped(self.coefficients(candidate), most + 1)
-            self.open.append(
-                Option(candidate, coefficients, self.tables.memory(candidate.degrees, candidate.schedule), 0)
-            )
+            memory = self.tables.memory(candidate.degrees, candidate.schedule)
+            worth = self.worth(candidate)
+            self.open.append(Option(candidate, coefficients, memory, worth.least(0), worth))
 
-    def most_units(self) -> int:
+    def most_units(self, candidates: Iterable[Candidate]) -> int:
         """Above every step time that still matters: without an incumbent the unit is that of the slowest plan."""
-        return 2 ** (RESOLUTION_BITS + 2) if self.incumbent is None else self.incumbent.units
+        most: int = 2 ** (RESOLUTION_BITS + 2)
+        if self.incumbent is None:
+            return most
+        return max(min(self.longest(candidate), most) for candidate in candidates)
 
 
 def settled_key(plan: Plan) -> tuple[int, int, int, tuple[int, ...]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardwise.data.cluster import Cluster
 from shardwise.data.cluster_catalog import load_cluster
@@ -22,15 +25,15 @@ from shardwise.data.rules import load_rules, tensor_faults
 from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
+from shardwise.formulations.objective import OBJECTIVES, Objective
 from shardwise.solver.close import Statistics, close_waves, settle
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, Progress, Result
-from shardwise.solver.search import Search, TimeUpError
+from shardwise.solver.search import NEAR, Search, TimeUpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-OBJECTIVES = ("step-time",)
 ALTERNATIVES = 5
 
 
@@ -83,6 +86,8 @@ def solve(
     profile: str = "megatron-core",
     limits: Iterable[str] = (),
     objective: str = "step-time",
+    price: float | None = None,
+    deadline_s: float | None = None,
     time_limit_s: float | None = None,
     workers: int | None = None,
     seed: int = 0,
@@ -90,7 +95,7 @@ def solve(
     free_chunks: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
-    """Find the plan of least step time and prove how good it is.
+    """Find the best plan for an objective and prove how good it is.
 
     Parameters
     ----------
@@ -98,6 +103,13 @@ def solve(
         Catalogue names, paths, or values. Or give a ready `instance`.
     limits
         Such as `["pp<=8", "recompute=none"]`.
+    objective
+        "step-time"; "throughput-per-device" (tokens a second and device, the most); "energy" (joules a token at the
+        wall); "cost" (USD per million tokens); "devices" (the fewest, then the fastest plan on so many).
+    price
+        USD of a device-hour for "cost", where the catalogue's is not wanted or there is none.
+    deadline_s
+        Only plans whose step lasts no longer than this.
     time_limit_s
         After this many seconds the best plan so far is returned with its bound.
     prune
@@ -115,8 +127,13 @@ def solve(
     faults = []
     if objective not in OBJECTIVES:
         faults.append(f"objective={objective!r} must be one of {', '.join(OBJECTIVES)}")
-    if time_limit_s is not None and not 0 < time_limit_s < 1e9:
-        faults.append(f"time_limit_s={time_limit_s} must be positive")
+    for name, number, most in (
+        ("price", price, 1e9),
+        ("deadline_s", deadline_s, 1e12),
+        ("time_limit_s", time_limit_s, 1e9),
+    ):
+        if number is not None and not 0 < number < most:
+            faults.append(f"{name}={number} must be positive")
     if workers is not None and not 0 < workers <= 4096:
         faults.append(f"workers={workers} must be between 1 and 4096")
     if not 0 <= seed < 2**31:
@@ -129,58 +146,97 @@ def solve(
                 instance = build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
             except InputError as error:
                 faults += error.faults
+    goal = Objective(objective, price)  # type: ignore[arg-type]
+    if instance is not None and objective in OBJECTIVES:
+        faults += goal.faults(instance)
     if faults or instance is None:
         raise InputError(faults)
     if free_chunks and instance.rules.even_chunks:
         instance = replace(instance, rules=without_even_chunks(instance.rules))
     started = time.monotonic()
     deadline = None if time_limit_s is None else started + time_limit_s
-    search = Search(instance, deadline, on_progress)
-    statistics = Statistics()
-    count = workers if workers is not None else min(8, os.cpu_count() or 1)
-    closed = _run(search, statistics, count, seed, prune)
-    return _result(search, statistics, closed, count, seed, prune, time.monotonic() - started)
+    search = Search(instance, deadline, on_progress, goal)
+    search.longest_s = math.inf if deadline_s is None else deadline_s
+    run = Run(Statistics(), workers if workers is not None else min(8, os.cpu_count() or 1), seed, prune)
+    if goal.name == "devices":
+        search, closed = fewest_devices(search, run)
+    else:
+        closed = run.whole(search)
+    return _result(search, run, closed, time.monotonic() - started)
 
 
-def _run(search: Search, statistics: Statistics, workers: int, seed: int, prune: bool) -> bool:
-    """Whether every candidate was pruned by a bound or closed."""
-    try:
-        grids = search.enumerate()
+@dataclass(frozen=True)
+class Run:
+    """How searches are run to their end."""
+
+    statistics: Statistics
+    workers: int
+    seed: int
+    prune: bool
+
+    def whole(self, search: Search) -> bool:
+        """Whether every candidate was pruned by a bound or closed."""
+        try:
+            search.enumerate()
+            return self.waiting(search)
+        except TimeUpError:
+            return False
+
+    def waiting(self, search: Search) -> bool:
+        """The same of the candidates that wait in a search; raises `TimeUpError`."""
+        grids = [grid for _, grid in search.waiting]
         left = search.first_incumbent()
-        if not prune:
+        if not self.prune:
             search.all_options(grids)
             search.unopened_bound_s = None
-            closed = close_waves(search, statistics, workers, seed, wave=None)
+            closed = close_waves(search, self.statistics, self.workers, self.seed, wave=None)
         elif search.incumbent is None:
-            search.tally.counts["pruned_by_split_bound"] = sum(len(grid) for grid, _ in search.bounded) - len(left)
+            search.tally.counts["pruned_by_split_bound"] = sum(len(own.grid) for own in search.bounded) - len(left)
             search.unopened_bound_s = None
             search.open_all(left)
-            closed = close_waves(search, statistics, workers, seed)
+            closed = close_waves(search, self.statistics, self.workers, self.seed)
         else:
             search.probe(search.within())
             search.prune(search.within())
-            closed = close_waves(search, statistics, workers, seed)
+            closed = close_waves(search, self.statistics, self.workers, self.seed)
+        if closed and search.incumbent is not None:
+            settle(search, self.statistics, self.seed)
+        return closed
+
+
+def fewest_devices(every: Search, run: Run) -> tuple[Search, bool]:
+    """(O4) One search after the other, each with one number of devices more, until one has a plan: the last search, and
+    whether it closed every candidate."""
+    search = every
+    try:
+        every.enumerate()
+        every.bound(len(every.waiting), math.inf)
+        grids = [(own.rows(own.step_s <= every.longest_s * NEAR)) for own in every.bounded]
+        counts = sorted({n for own in grids for n in np.unique(own.grid.devices).tolist()})
+        for count in counts:
+            search = every.of_devices(count, grids)
+            if not run.waiting(search):
+                return search, False
+            if search.incumbent is not None:
+                break
+            every.check_time()
     except TimeUpError:
-        return False
-    if closed and search.incumbent is not None:
-        settle(search, statistics, seed)
-    return closed
+        return search, False
+    return search, True
 
 
-def _result(
-    search: Search, statistics: Statistics, closed: bool, workers: int, seed: int, prune: bool, wall_s: float
-) -> Result:
-    instance, incumbent = search.instance, search.incumbent
-    report = {
-        "universe": universe(instance),
-        "candidates": search.tally.to_dict() | {"solved": statistics.candidates},
-        "cp_sat": statistics.to_dict(),
+def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
+    instance, incumbent, goal = search.instance, search.incumbent, search.objective
+    report: dict[str, Any] = {
+        "universe": universe(instance, search.longest_s),
+        "candidates": search.tally.to_dict() | {"solved": run.statistics.candidates},
+        "cp_sat": run.statistics.to_dict(),
         "unit_s": search.unit_s,
         "rounding_s": search.excess_units * search.unit_s,
         "wall_time_s": wall_s,
-        "workers": workers,
-        "seed": seed,
-        "pruning": prune,
+        "workers": run.workers,
+        "seed": run.seed,
+        "pruning": run.prune,
         "assumed": {"model": list(instance.model.assumed), "cluster": list(instance.cluster.assumed)},
         "versions": versions(),
     }
@@ -188,46 +244,64 @@ def _result(
         status = "INFEASIBLE" if closed else "UNKNOWN"
         reason = infeasible_reasons(search) if closed else ("the time limit passed before a plan was found",)
         search.report(status, None, 0, force=True)
-        return Result(status, "step-time", "s", None, None, None, None, reason, report=report)  # type: ignore[arg-type]
-    bound = _bound_s(search, closed)
-    search.report("OPTIMAL" if closed else "FEASIBLE", bound, 0 if closed else len(search.open), force=True)
+        nothing = (None, None, None, None)
+        return Result(status, goal.name, goal.unit, *nothing, reason, report=report, sense=goal.sense)  # type: ignore[arg-type]
+    bound_s = _bound_s(search, closed)
+    search.report("OPTIMAL" if closed else "FEASIBLE", bound_s, 0 if closed else len(search.open), force=True)
     from shardwise.data.instance_document import instance_document  # reads pydantic, which start-up can do without
 
     document = incumbent.evaluation.to_dict()
     plan = replace(incumbent.plan, instance=instance_document(instance), evaluation=document)
     report["idle_devices"] = incumbent.evaluation.idle_devices
-    others = sorted(
-        (units, key, other) for key, (units, other) in search.seen.items() if key != incumbent.candidate.tie_key
-    )[:ALTERNATIVES]
+    value, bound = (goal.value(instance, seconds) for seconds in (incumbent.seconds, bound_s))
+    if goal.name == "devices":
+        report["step_time_bound_s"] = bound
+        value = bound = float(incumbent.evaluation.devices)
     return Result(
         "OPTIMAL" if closed else "FEASIBLE",
-        "step-time",
-        "s",
-        incumbent.evaluation.step_time_s,
+        goal.name,
+        goal.unit,
+        value,
         bound,
         plan,
         incumbent.evaluation,
-        alternatives=tuple(
-            Alternative(other, evaluate(instance, other).step_time_s, units == incumbent.units)
-            for units, _, other in others
-        ),
+        alternatives=_alternatives(search),
         report=report,
+        sense=goal.sense,
+    )
+
+
+def _alternatives(search: Search) -> tuple[Alternative, ...]:
+    """The next best plans that were met, one of each candidate."""
+    instance, incumbent, goal = search.instance, search.incumbent, search.objective
+    assert incumbent is not None
+    others = sorted(
+        (value, key, other) for key, (value, other) in search.seen.items() if key != incumbent.candidate.tie_key
+    )[:ALTERNATIVES]
+    return tuple(
+        Alternative(
+            other, goal.value(instance, goal.seconds(instance, evaluate(instance, other))), value == incumbent.value
+        )
+        for value, _, other in others
     )
 
 
 def _bound_s(search: Search, closed: bool) -> float:
-    """A float lower bound on every plan: the weakest of what is open, less what rounding may have added."""
-    assert search.incumbent is not None
-    units = search.incumbent.units
+    """A float lower bound on V of every plan: the weakest of what is open, less what rounding may have added."""
+    incumbent = search.incumbent
+    assert incumbent is not None
+    worths = [search.worth(incumbent.candidate), *(option.worth for option in search.open)]
+    excess = search.excess_units * max(worth.multiplier * worth.weight for worth in worths)
+    value = incumbent.value
     if not closed:
-        units = min([units, *(option.bound for option in search.open)])
-    bound = (units - search.excess_units) * search.unit_s
+        value = min([value, *(option.worth.multiplier * option.bound for option in search.open)])
+    bound = (value - excess) * search.unit_s
     if not closed and search.unopened_bound_s is not None:
         bound = min(bound, search.unopened_bound_s)
-    return max(0.0, min(bound, search.incumbent.evaluation.step_time_s))
+    return max(0.0, min(bound, incumbent.seconds))
 
 
-def universe(instance: Instance) -> dict[str, Any]:
+def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
     """The finite set of plans that "optimal" and "bound" speak of, in words and numbers."""
     rules = instance.rules
     return {
@@ -248,7 +322,7 @@ def universe(instance: Instance) -> dict[str, Any]:
         "placements": "rank order " + " or ".join(rules.rank_orders)
         if rules.linear_ranks
         else "any factoring over the levels",
-        "limits": list(instance.limits.text),
+        "limits": [*instance.limits.text, *([f"step time <= {longest_s:g} s"] if longest_s < math.inf else [])],
     }
 
 

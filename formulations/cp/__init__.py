@@ -18,6 +18,7 @@ Constraint groups, each one function of one module, in any order:
     (G4) `recompute.add_recompute`        settings, counts, and uniformity where the pack asks for it.
     (G5) `memory_capacity.add_memory_capacity`  every stage fits at every moment of the schedule.
     (G6) `step_time.add_step_time`        T is at least every simple path and every cut.
+    (G7) `objective.add_value`            V is at least what the plan is worth.
 
 Constraints that hold for one candidate are enforced by x_c; none is a product of variables.
 """

@@ -9,6 +9,7 @@ from ortools.sat.python import cp_model
 
 from shardwise.data.plan import Stage
 from shardwise.formulations.cp.memory_capacity import add_memory_capacity
+from shardwise.formulations.cp.objective import Value, add_value
 from shardwise.formulations.cp.recompute import add_recompute
 from shardwise.formulations.cp.selection import add_selection
 from shardwise.formulations.cp.stages import add_contiguous_stages, add_even_chunks
@@ -40,6 +41,7 @@ class Formulation:
     chunks: Chunks
     recompute: RecomputeChoice
     clock: Clock
+    value: Value
 
     def add_hint(self, plan: Plan, step_units: int) -> None:
         """Start the search from `plan`, if its candidate is among the options."""
@@ -90,4 +92,5 @@ def build(instance: Instance, options: tuple[Option, ...], most: int, cuts: tupl
     recompute = add_recompute(model, instance, options, choice, chunks)
     add_memory_capacity(model, options, choice, chunks, recompute)
     clock = add_step_time(model, options, choice, chunks, recompute, most, cuts)
-    return Formulation(model, options, choice, chunks, recompute, clock)
+    value = add_value(model, options, choice, chunks, recompute, clock)
+    return Formulation(model, options, choice, chunks, recompute, clock, value)

@@ -66,7 +66,7 @@ def add_step_time(
     )
     for c, option in enumerate(options):
         chosen = choice.uses(c)
-        rows: list[Constraint] = [clock.step >= option.bound]
+        rows: list[Constraint] = [clock.step >= option.bound] if option.worth.plain else []
         rows += _passes(option, chunks, recompute, clock)
         rows += _tails(option, chunks, clock)
         rows += _simple_paths(option, clock)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Candidate
     from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
+    from shardwise.formulations.objective import Worth
 
 Linear = cp_model.LinearExpr
 
@@ -21,12 +22,14 @@ DEGREES = tuple(field.name for field in fields(Degrees))
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate with what its constraints need: integer time coefficients, memory, and its admissible bound."""
+    """A candidate with what its constraints need: integer time coefficients, memory, an admissible bound on its inner value,
+    and what that is made of."""
 
     candidate: Candidate
     time: TimeCoefficients
     memory: MemoryCoefficients
     bound: int
+    worth: Worth
 
     @property
     def stages(self) -> int:

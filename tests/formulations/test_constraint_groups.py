@@ -34,6 +34,7 @@ from shardwise.formulations.cp.variables import (
     new_chunks,
 )
 from shardwise.formulations.memory import MIB, ActivationBytes
+from shardwise.formulations.objective import Worth
 from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from shardwise.formulations.timeline import Shape
 
@@ -77,7 +78,7 @@ def option_of(
     per_unit = ("forward", "backward", "weight", "selective", "full", "tail_floor", "tail_overlap")
     time = replace(time, **{name: getattr(time, name)[:kinds] + getattr(time, name)[-2:] for name in per_unit})
     memory = replace(memory, state=memory.state[:kinds], activations=memory.activations[:kinds])
-    return Option(candidate, time, memory, bound)
+    return Option(candidate, time, memory, bound, Worth(1))
 
 
 @dataclass

@@ -128,7 +128,7 @@ def test_interrupting_keeps_the_incumbent_and_its_bound() -> None:
 
     def stop_once_there_is_a_plan(progress: sw.Progress) -> None:
         phases.append(progress.phase)
-        watch.interrupted = progress.incumbent_s is not None
+        watch.interrupted = progress.incumbent is not None
         watch.report(progress)
 
     result = sw.solve(
@@ -145,9 +145,9 @@ def test_interrupting_keeps_the_incumbent_and_its_bound() -> None:
 def test_an_interrupted_watch_ends_the_search_but_not_its_last_report() -> None:
     watch = Watch(None)
     watch.interrupted = True
-    watch.report(sw.Progress("FEASIBLE", 1.0, 0.5, 3, 0.1))
+    watch.report(sw.Progress("FEASIBLE", 1.0, 0.5, "s", 3, 0.1))
     with pytest.raises(TimeUpError):
-        watch.report(sw.Progress("pruning", 1.0, 0.5, 3, 0.1))
+        watch.report(sw.Progress("pruning", 1.0, 0.5, "s", 3, 0.1))
 
 
 ROW = {"model": "llama-3.1-8b", "cluster": "dgx-h100:1", "seq_len": 4096, "global_batch": 64}

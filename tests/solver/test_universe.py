@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import RankOrder
+    from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.result import Result
     from shardwise.solver.search import Search
 
@@ -85,6 +87,62 @@ def test_exhaustive_search_and_one_model_without_pruning_agree(instance: Instanc
         return
     result = solve(instance=instance, workers=1, prune=False)
     agrees(instance, result, admitted(instance, result.report["unit_s"]))
+
+
+FEW = 40
+OTHER_OBJECTIVES = ("throughput-per-device", "energy", "cost", "devices")
+
+
+def value_of(objective: str, evaluation: Evaluation, instance: Instance) -> float:
+    """What a plan is worth, from its evaluation alone; the smallest is the best."""
+    if objective == "energy":
+        assert evaluation.energy is not None
+        return evaluation.energy.joules_per_token.value
+    if objective == "throughput-per-device":
+        return -evaluation.tokens_per_s_per_device
+    if objective == "devices":
+        return evaluation.devices
+    hours = evaluation.devices * evaluation.step_time_s / 3600
+    return 2.0 * hours * 1e6 / instance.workload.tokens_per_step
+
+
+@examples(50)
+@given(instances(), st.sampled_from(OTHER_OBJECTIVES), st.booleans(), st.floats(0, 1), st.booleans())
+def test_exhaustive_search_and_the_solver_agree_on_every_objective(
+    instance: Instance, objective: str, late: bool, rank: float, prune: bool
+) -> None:
+    """Value, bound and infeasibility; with a deadline between the fastest and the slowest plan, or without. One model of all
+    candidates where they are few: with the energy of each it is slow to close."""
+    if not prune and len(list(itertools.islice(corners(instance), FEW + 1))) > FEW:
+        prune = True
+    found = admitted(instance, 1.0)
+    steps = sorted(one.seconds for one in found)
+    deadline = steps[int(rank * (len(steps) - 1))] * (1 + 1e-3) if late and steps else None
+    result = solve(instance=instance, workers=1, objective=objective, deadline_s=deadline, prune=prune)
+    every = [evaluate(instance, one.plan) for one in found]
+    every = [own for own in every if deadline is None or own.step_time_s <= deadline]
+    if not every:
+        assert result.status == "INFEASIBLE"
+        return
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.value is not None
+    assert result.bound is not None
+    assert result.gap is not None
+    own = evaluate(instance, result.plan)
+    assert own.admitted
+    assert deadline is None or own.step_time_s <= deadline
+    sign = -1 if result.sense == "maximise" else 1
+    assert math.isclose(sign * result.value, value_of(objective, own, instance), rel_tol=1e-9)
+    best = min(value_of(objective, other, instance) for other in every)
+    assert sign * result.bound <= best + abs(best) * 1e-12
+    assert result.gap < TIGHT
+    assert value_of(objective, own, instance) <= best + abs(best) * TIGHT
+    if objective == "devices":
+        fewest = min(other.step_time_s for other in every if other.devices == own.devices)
+        assert own.step_time_s <= fewest * (1 + TIGHT)
+    for alternative in result.alternatives:
+        assert evaluate(instance, alternative.plan).admitted
 
 
 @examples(15)

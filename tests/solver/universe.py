@@ -60,7 +60,8 @@ def examples(few: int) -> settings:
 
 
 def accelerator(memory_bytes: int = MANY_BYTES) -> Accelerator:
-    return Accelerator("toy", "none", memory_bytes, 3e12, {"bf16": 1e15, "fp16": 1e15, "fp8": 2e15})
+    peaks = {"bf16": 1e15, "fp16": 1e15, "fp8": 2e15}
+    return Accelerator("toy", "none", memory_bytes, 3e12, peaks, tdp_w=700.0, price_usd_per_hour=2.0)
 
 
 def llama(layers: int = 2, hidden: int = 1024, vocab: int = 32000, *, tied: bool = False) -> Model:
@@ -463,8 +464,9 @@ def has_experts(instance: Instance) -> bool:
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:
-    values = {name: int(getattr(degrees, name)) for name in instance.limits.ranges}
-    return all(low_high.low <= values[name] <= low_high.high for name, low_high in instance.limits.ranges.items())
+    """Limits on all but `dp_replicate`, which `replicas` knows."""
+    values = {name: int(getattr(degrees, name)) for name in instance.limits.ranges if name != "dp_replicate"}
+    return all(instance.limits.ranges[name].low <= n <= instance.limits.ranges[name].high for name, n in values.items())
 
 
 def divides(instance: Instance, tp: int) -> bool:
