@@ -228,13 +228,14 @@ def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_par
     ]
 
 
-def _sharded(instance: Instance, zero: int, tp: int, cp: int, pp: Column, dp: Column) -> npt.NDArray[np.bool_]:
+def _sharded(instance: Instance, zero: int, tp: int, cp: int, pp: Column, dp: Column) -> npt.NDArray[np.bool_] | bool:
     """Which rows may have a ZeRO stage; `sharding_faults` asks of pp and dp only whether they are above 1."""
-    legal = np.array(
-        [[not sharding_faults(instance.rules, zero, tp=tp, cp=cp, pp=p, dp=d) for d in (1, 2)] for p in (1, 2)]
+    (one, replicas), (stages, both) = (
+        [not sharding_faults(instance.rules, zero, tp=tp, cp=cp, pp=p, dp=d) for d in (1, 2)] for p in (1, 2)
     )
-    found: npt.NDArray[np.bool_] = legal[np.minimum(pp, 2) - 1, np.minimum(dp, 2) - 1]
-    return found
+    if one == replicas == stages == both:
+        return one
+    return np.where(pp > 1, np.where(dp > 1, both, stages), np.where(dp > 1, replicas, one))
 
 
 def _runs(schedule: str, pipelines: Column, micro_batches: Column, instance: Instance) -> npt.NDArray[np.bool_]:
