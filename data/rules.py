@@ -1,8 +1,9 @@
 """Rule packs: which plans a framework accepts.
 
 A pack is a `Rules` value: what it allows as data, checked by the functions below. Each function returns every rule that
-its arguments break, in words that name the values, so that a caller can report all of them together. Sources are
-the lines of Megatron-Core named in `docs/rules.md`.
+its arguments break, in words that name the values, so that a caller can report all of them together; the candidates of
+a search are those that the same functions pass. Sources are the lines of each framework named in `docs/rules.md`; a
+file without a framework before it is one of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Model, Moe
@@ -21,13 +22,37 @@ if TYPE_CHECKING:
 
     from shardwise.data.plan import Degrees, Placement, Plan, RankOrder
 
+Context = Literal["ring", "ulysses", "ulysses-kv"]
+"""How context parallelism runs attention: pieces of the sequence in a ring, or an exchange of sequence for heads, with or
+without a rule of its own on key/value heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What one framework and version accepts.
 
-    `schedules` are searched; `evaluated_schedules` are accepted beside them. `even_chunks`: with vpp > 1 the chunks
-    between the first and the last are as even as can be. `sharded_pipelines`: ZeRO-2 and 3 may have pp > 1.
+    schedules, evaluated_schedules
+        Searched, and accepted beside them.
+    profile
+        The constants used where no other profile is asked for.
+    even_chunks
+        With vpp > 1 the chunks between the first and the last are as even as can be.
+    without
+        Degrees that the framework has not: they are 1, or off.
+    sharded_pipelines
+        ZeRO-2 and 3 may have pp > 1.
+    unsharded
+        Which data parallelism goes without ZeRO: any, only "alone" (without tp and cp), or none.
+    kv_replicas
+        Key/value heads are replicated where tp is a multiple of them.
+    context
+        Algorithms of context parallelism; one of them has to accept the plan.
+    joint_sequence
+        With sequence and context parallelism each of the 2 cp pieces splits tp ways.
+    expert_split
+        What etp may be, if not everything that divides.
+    strict_dualpipe
+        DualPipe-V takes neither tied embeddings nor context parallelism nor fewer layers than chunks.
     """
 
     name: str
@@ -39,11 +64,19 @@ class Rules:
     linear_ranks: bool
     interleave_group_is_pp: bool
     experts_need_sequence_parallel: bool
+    profile: str = "megatron-core"
     max_vpp: int = 16
     max_micro_batch: int = 32
     evaluated_schedules: tuple[str, ...] = ()
     even_chunks: bool = True
+    without: tuple[str, ...] = ()
     sharded_pipelines: bool = False
+    unsharded: Literal["any", "alone", "none"] = "any"
+    kv_replicas: bool = True
+    context: tuple[Context, ...] = ("ring",)
+    joint_sequence: bool = False
+    expert_split: Literal["any", "1", "tp"] = "any"
+    strict_dualpipe: bool = False
 
 
 MEGATRON_CORE = Rules(
@@ -56,6 +89,61 @@ MEGATRON_CORE = Rules(
     linear_ranks=True,
     interleave_group_is_pp=True,
     experts_need_sequence_parallel=True,
+)
+TORCHTITAN = Rules(
+    name="torchtitan",
+    version="0.3.0",
+    schedules=("1f1b", "interleaved-1f1b", "gpipe", "zb-v", "dualpipe-v"),
+    zero_stages=(0, 2, 3),
+    rank_orders=("tp-dp-pp",),
+    uniform_recompute=True,
+    linear_ranks=True,
+    interleave_group_is_pp=True,
+    experts_need_sequence_parallel=False,
+    profile="torchtitan",
+    sharded_pipelines=True,
+    unsharded="none",
+    kv_replicas=False,
+    joint_sequence=True,
+    expert_split="1",
+)
+DEEPSPEED = Rules(
+    name="deepspeed",
+    version="0.19.8",
+    schedules=("1f1b",),
+    zero_stages=(0, 1, 2, 3),
+    rank_orders=("tp-dp-pp",),
+    uniform_recompute=True,
+    linear_ranks=True,
+    interleave_group_is_pp=True,
+    experts_need_sequence_parallel=False,
+    without=("vpp", "sequence_parallel", "dp_replicate"),
+    kv_replicas=False,
+    context=("ulysses-kv",),
+)
+ACCELERATE = Rules(
+    name="accelerate",
+    version="1.15.0",
+    schedules=("1f1b",),
+    zero_stages=(0, 2, 3),
+    rank_orders=("tp-dp-pp",),
+    uniform_recompute=True,
+    linear_ranks=True,
+    interleave_group_is_pp=True,
+    experts_need_sequence_parallel=False,
+    profile="torchtitan",
+    without=("pp", "vpp", "ep", "sequence_parallel"),
+    unsharded="alone",
+    kv_replicas=False,
+    expert_split="tp",
+)
+MINDSPEED = replace(
+    MEGATRON_CORE,
+    name="mindspeed",
+    version="028de58ca6",
+    schedules=("1f1b", "interleaved-1f1b", "dualpipe-v"),
+    context=("ring", "ulysses"),
+    strict_dualpipe=True,
 )
 FREE = Rules(
     name="free",
@@ -70,8 +158,15 @@ FREE = Rules(
     evaluated_schedules=("dualpipe",),
     sharded_pipelines=True,
 )
-PACKS = {pack.name: pack for pack in (MEGATRON_CORE, FREE)}
+PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
+ABSENT = {
+    "pp": "pipeline parallelism",
+    "vpp": "interleaved chunks",
+    "ep": "expert parallelism",
+    "sequence_parallel": "sequence parallelism beside tensor parallelism",
+    "dp_replicate": "groups of replicas that shard within",
+}
 
 
 def load_rules(name: str) -> Rules:
@@ -88,13 +183,23 @@ def free_chunks(rules: Rules) -> Rules:
     return replace(rules, name=rules.name + FREE_CHUNKS, even_chunks=False)
 
 
-def tensor_faults(model: Model, tp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
+def absent_faults(rules: Rules, **degrees: int) -> list[str]:
+    """Degrees that the framework has not; sequence parallelism is one of 0 or 1."""
+    return [
+        f"{name}={int(value)}: {rules.name} has no {ABSENT[name]}"
+        for name, value in degrees.items()
+        if name in rules.without and value > (name != "sequence_parallel")
+    ]
+
+
+def tensor_faults(rules: Rules, model: Model, tp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
     """Rules on tensor parallelism: every sharded dimension divides.
 
-    Heads and key/value groups: transformer_config.py L1446, L1461-1468; linear attention L1500-1509; Mamba:
-    ssm/mamba_mixer.py L250-274; column and row dimensions: tensor_parallel/layers.py L1038, L1408.
+    Heads and key/value groups: transformer_config.py L1446, L1461-1468, torchtitan models/common/decoder.py L149-158;
+    linear attention L1500-1509; Mamba: ssm/mamba_mixer.py L250-274; column and row dimensions:
+    tensor_parallel/layers.py L1038, L1408.
     """
-    faults = [fault for kind in model.kinds for fault in _kind_faults(kind, tp)]
+    faults = [fault for kind in model.kinds for fault in _kind_faults(rules, kind, tp)]
     if sequence_parallel and tp == 1:
         faults.append("sequence_parallel=true needs tp > 1")
     if sequence_parallel and seq_len % tp:
@@ -102,13 +207,16 @@ def tensor_faults(model: Model, tp: int, sequence_parallel: bool, seq_len: int) 
     return list(dict.fromkeys(faults))
 
 
-def _kind_faults(kind: LayerKind, tp: int) -> Iterable[str]:
+def _kind_faults(rules: Rules, kind: LayerKind, tp: int) -> Iterable[str]:
     mixer, ffn = kind.mixer, kind.ffn
     if isinstance(mixer, Attention):
         if mixer.heads % tp:
             yield f"tp={tp} does not divide num_attention_heads={mixer.heads}"
-        if mixer.latent is None and mixer.kv_heads % tp and tp % mixer.kv_heads:
-            yield f"tp={tp} neither divides nor is a multiple of num_key_value_heads={mixer.kv_heads}"
+        if mixer.latent is None and mixer.kv_heads % tp:
+            if not rules.kv_replicas:
+                yield f"tp={tp} does not divide num_key_value_heads={mixer.kv_heads} ({rules.name} does not replicate them)"
+            elif tp % mixer.kv_heads:
+                yield f"tp={tp} neither divides nor is a multiple of num_key_value_heads={mixer.kv_heads}"
     elif isinstance(mixer, LinearAttention):
         for name, heads in (("key", mixer.key_heads), ("value", mixer.value_heads)):
             if heads % tp:
@@ -141,7 +249,7 @@ def expert_faults(rules: Rules, model: Model, tp: int, sequence_parallel: bool) 
 
 def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:
     """Rules on the shape of the pipeline. Interleaving needs pp > 1 (arguments.py L1002-1006)."""
-    faults = []
+    faults = absent_faults(rules, pp=pp, vpp=vpp)
     if pp > 1 and pp * vpp > layers + 2:
         faults.append(
             f"pp={pp} x vpp={vpp} makes {pp * vpp} chunks, more than layers={layers} + 2: "
@@ -228,14 +336,13 @@ def is_even(chunks: tuple[int, ...]) -> bool:
     return not middle or (all(a >= b for a, b in itertools.pairwise(middle)) and middle[0] - middle[-1] <= 1)
 
 
-def context_faults(model: Model, tp: int, cp: int, seq_len: int) -> list[str]:
-    """Context parallelism splits a causal sequence into 2 cp pieces (arguments.py L1336), and the heads of recurrent
-    layers (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
+def context_faults(rules: Rules, model: Model, tp: int, cp: int, seq_len: int) -> list[str]:
+    """One algorithm of context parallelism accepts the model and the sequence, and the heads of recurrent layers split
+    (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
     if cp == 1:
         return []
-    faults = []
-    if seq_len % (2 * cp):
-        faults.append(f"cp={cp} needs seq_len={seq_len} to be a multiple of {2 * cp}")
+    by_algorithm = [list(dict.fromkeys(_algorithm_faults(name, model, tp, cp, seq_len))) for name in rules.context]
+    faults = [", or ".join(" and ".join(own) for own in by_algorithm)] if all(by_algorithm) else []
     for kind in model.kinds:
         mixer = kind.mixer
         if isinstance(mixer, LinearAttention):
@@ -253,10 +360,35 @@ def context_faults(model: Model, tp: int, cp: int, seq_len: int) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
-def expert_group_faults(model: Model, tp: int, ep: int, etp: int) -> list[str]:
-    """Experts are spread evenly (arguments.py L1657) and each splits evenly."""
+def _algorithm_faults(name: Context, model: Model, tp: int, cp: int, seq_len: int) -> Iterable[str]:
+    """A ring splits a causal sequence into 2 cp pieces (arguments.py L1336; MindSpeed context_parallel_feature.py L41);
+    Ulysses splits the sequence and the heads (MindSpeed ulysses_context_parallel.py L29-33; DeepSpeed
+    runtime/sequence_parallel/ulysses_sp.py L147-150, L706)."""
+    pieces = 2 * cp if name == "ring" else cp
+    if seq_len % pieces:
+        yield f"cp={cp} needs seq_len={seq_len} to be a multiple of {pieces}"
+    for mixer in (kind.mixer for kind in model.kinds if name != "ring"):
+        if not isinstance(mixer, Attention):
+            continue
+        if mixer.heads % (tp * cp):
+            yield f"tp x cp = {tp * cp} does not divide num_attention_heads={mixer.heads}"
+        kv_heads = max(mixer.kv_heads // tp, 1)
+        if name == "ulysses-kv" and kv_heads % cp and cp % kv_heads:
+            yield f"cp={cp} neither divides nor is a multiple of num_key_value_heads={mixer.kv_heads} / tp={tp}"
+
+
+def sequence_faults(rules: Rules, tp: int, cp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
+    """Whether the pieces of context parallelism split once more (torchtitan trainer.py L306-315)."""
+    if rules.joint_sequence and sequence_parallel and cp > 1 and seq_len % (2 * cp * tp):
+        return [f"tp={tp} with cp={cp} needs seq_len={seq_len} to be a multiple of {2 * cp * tp}"]
+    return []
+
+
+def expert_group_faults(rules: Rules, model: Model, tp: int, ep: int, etp: int) -> list[str]:
+    """Experts are spread evenly (arguments.py L1657; DeepSpeed moe/layer.py L59) and each splits evenly."""
     experts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
-    faults = [f"ep={ep} needs a model with experts"] if ep > 1 and not experts else []
+    faults = absent_faults(rules, ep=ep)
+    faults += [f"ep={ep} needs a model with experts"] if ep > 1 and not experts else []
     faults += [f"ep={ep} does not divide num_experts={part.experts}" for part in experts if part.experts % ep]
     ways = f"tp={tp}" if etp == tp else f"etp={etp}"
     faults += [
@@ -264,16 +396,67 @@ def expert_group_faults(model: Model, tp: int, ep: int, etp: int) -> list[str]:
         for part in experts
         if part.intermediate % etp
     ]
+    if experts and rules.expert_split == "1" and etp > 1:
+        faults.append(f"etp={etp} must be 1: {rules.name} keeps experts whole")
+    if experts and rules.expert_split == "tp" and etp != tp:
+        faults.append(f"etp={etp} must be tp={tp}: {rules.name} splits experts like everything else")
     return faults
 
 
-def sharding_faults(rules: Rules, zero: int, pp: int) -> list[str]:
-    """Which ZeRO stages there are, and whether those that shard gradients and weights run in a pipeline: Megatron has
-    stage 1 there (its distributed optimizer), FSDP without."""
+def sharding_faults(rules: Rules, zero: int, *, tp: int, cp: int, pp: int, dp: int) -> list[str]:
+    """Which ZeRO stages there are and where; of the degrees it matters only whether they are above 1.
+
+    Megatron has stage 1 in a pipeline (its distributed optimizer), FSDP without; DeepSpeed refuses 2 and 3 there
+    (runtime/pipe/engine.py L76). torchtitan always shards over replicas; accelerate runs plain ones without tp and cp
+    only (parallelism_config.py L311-345).
+    """
     if zero not in rules.zero_stages:
         return [f"zero={zero} is not one of {', '.join(map(str, rules.zero_stages))}"]
     if zero >= 2 and pp > 1 and not rules.sharded_pipelines:
         return [f"zero={zero} needs pp=1, not pp={pp}: {rules.name} shards optimizer states only in a pipeline"]
+    if zero == 0 and cp * dp > 1 and rules.unsharded == "none":
+        return [f"zero=0 needs dp=1 and cp=1, not dp={dp} and cp={cp}: {rules.name} shards over all of them"]
+    if zero == 0 and cp * dp > 1 and rules.unsharded == "alone" and tp * cp > 1:
+        return [f"zero=0 with tp={tp} and cp={cp} needs dp=1 and cp=1, not dp={dp}: {rules.name} shards beside them"]
+    return []
+
+
+def replica_faults(rules: Rules, degrees: Degrees) -> list[str]:
+    """Which replicas may share a copy under ZeRO: groups that hold every expert equally often, and that are groups at all
+    where the framework shards by FSDP (torchtitan configs.py L279; accelerate parallelism_config.py L311-345, L373-395)."""
+    d, faults = degrees, absent_faults(rules, dp_replicate=degrees.dp_replicate)
+    if d.expert_dp % d.dp_replicate:
+        faults.append(
+            f"dp_replicate={d.dp_replicate} does not divide tp x cp x dp / (ep x etp) = {d.expert_dp}, "
+            "the ranks that hold the same experts"
+        )
+    if rules.unsharded == "any" or d.zero < 2 or d.dp_shard > 1:
+        return faults
+    if d.cp == 1:
+        faults.append(f"zero={d.zero} needs dp / dp_replicate > 1 or cp > 1, not dp={d.dp} and cp=1")
+    elif rules.unsharded == "alone" and d.dp_replicate > 1:
+        faults.append(f"cp={d.cp} with dp_replicate={d.dp_replicate} needs dp / dp_replicate > 1, not dp={d.dp}")
+    return faults
+
+
+def schedule_faults(rules: Rules, model: Model, schedule: str, cp: int) -> list[str]:
+    """Which schedules there are; what DualPipe-V asks for: MindSpeed dualpipev_feature.py L21-52."""
+    accepted = rules.schedules + rules.evaluated_schedules
+    if schedule not in accepted:
+        return [f"schedule={schedule} is not one of {', '.join(accepted)}"]
+    faults = []
+    if rules.strict_dualpipe and schedule == "dualpipe-v":
+        if model.tied:
+            faults.append("schedule=dualpipe-v needs untied embeddings")
+        if cp > 1:
+            faults.append(f"schedule=dualpipe-v needs cp=1, not cp={cp}")
+    return faults
+
+
+def depth_faults(rules: Rules, layers: int, schedule: str, pp: int) -> list[str]:
+    """DualPipe-V with a layer for every chunk (MindSpeed dualpipev_feature.py L21-52)."""
+    if rules.strict_dualpipe and schedule == "dualpipe-v" and layers < 2 * pp:
+        return [f"schedule=dualpipe-v needs layers={layers} to be at least 2 x pp={pp}"]
     return []
 
 
@@ -289,7 +472,8 @@ def order_faults(degrees: Degrees, placement: Placement) -> list[str]:
 def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
     """Every rule that `plan` breaks."""
     d = plan.degrees
-    faults = tensor_faults(model, d.tp, d.sequence_parallel, seq_len)
+    faults = absent_faults(rules, sequence_parallel=d.sequence_parallel)
+    faults += tensor_faults(rules, model, d.tp, d.sequence_parallel, seq_len)
     faults += expert_faults(rules, model, d.tp, d.sequence_parallel)
     faults += pipeline_faults(rules, len(model.layers), d.pp, d.vpp)
     faults += batch_faults(rules, global_batch, d.micro_batch, d.dp)
@@ -301,12 +485,13 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if plan.schedule == "interleaved-1f1b":
         faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
-    faults += context_faults(model, d.tp, d.cp, seq_len)
-    faults += expert_group_faults(model, d.tp, d.ep, d.etp)
-    accepted = rules.schedules + rules.evaluated_schedules
-    if plan.schedule not in accepted:
-        faults.append(f"schedule={plan.schedule} is not one of {', '.join(accepted)}")
-    faults += sharding_faults(rules, d.zero, d.pp)
+    faults += context_faults(rules, model, d.tp, d.cp, seq_len)
+    faults += sequence_faults(rules, d.tp, d.cp, d.sequence_parallel, seq_len)
+    faults += expert_group_faults(rules, model, d.tp, d.ep, d.etp)
+    faults += schedule_faults(rules, model, plan.schedule, d.cp)
+    faults += depth_faults(rules, len(model.layers), plan.schedule, d.pp)
+    faults += sharding_faults(rules, d.zero, tp=d.tp, cp=d.cp, pp=d.pp, dp=d.dp)
+    faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan)
     faults += rank_faults(rules, plan.placement)
     if rules.linear_ranks:

@@ -276,8 +276,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
         rows = (gathers_each_pass(zero, grid.pp)) == each_pass
         if not rows.any():
             continue
-        sync, optimizer = np.zeros((2, len(groups)))
-        nowhere = np.ones(len(groups), dtype=bool)
+        sync, optimizer = np.zeros(len(groups)), np.full(len(groups), np.inf)  # groups without a place never finish
         for index, dp in enumerate(groups.tolist()):
             dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
             expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None
@@ -285,15 +284,13 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
                 expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
             if dense is None or expert is None or own is None:
                 continue
-            nowhere[index] = False
             sync[index] = dense.communication_s * params.dense + expert.communication_s * params.expert
             optimizer[index] = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
         moved, updated = sync[at[rows]], optimizer[at[rows]]
         floor = profile.dp_comm_floor * moved + updated
         hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
         single = np.maximum(floor, moved - hidden + updated)
-        tails = np.where(grid.pp[rows] == 1, single, floor)
-        out[rows] = np.where(nowhere[at[rows]], np.inf, tails)
+        out[rows] = np.where(grid.pp[rows] == 1, single, floor)
     return out
 
 

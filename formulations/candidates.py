@@ -1,23 +1,26 @@
 """Candidates: every legal tuple of degrees, and the placements of each.
 
-(N1) tp ranges over the degrees that the rules' tensor checks admit, cp over those of its own checks; ep over the divisors
-     of the number of experts and etp over 1 and tp, with ep etp dividing tp cp dp; pp x vpp over the pipelines of at most
-     L + 2 chunks; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's
-     stages, 2 and 3 only where cp dp > 1; sequence parallelism is on or off for tp > 1 where tp divides the sequence
-     length. The schedule is one of the pack's that the pipeline and the micro-batches can run (data/pipeline.py).
+(N1) tp ranges over the degrees that the rules' tensor checks admit, cp over the divisors of the sequence length that its
+     own checks do; ep over the divisors of the number of experts and etp over 1 and tp, with ep etp dividing tp cp dp and
+     both as the pack allows; pp x vpp over the pipelines of at most L + 2 chunks, or 1 where the pack has none; dp over
+     the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's stages with the replicas
+     and pipelines that it allows them, 2 and 3 only where cp dp > 1; sequence parallelism is on or off for tp > 1 where tp
+     divides the sequence length, or what cp leaves of it. The schedule is one of the pack's that the pipeline, the
+     micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does not
      exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along
      the devices gives. Placements that differ by an automorphism of the cluster are one.
 (N4) With ZeRO, states are shared by all dp ranks, or by those that lie together below some level and replicated over the
-     rest (HSDP): dp_replicate is 1, or the product of the dp factors from one level outwards, or what a limit asks for.
+     rest (HSDP): dp_replicate is 1, or the product of the dp factors from one level outwards, or what a limit asks for, of
+     these what the rules' replica checks admit.
 
 The tie order among candidates of equal step time is the ascending order of `tie_key`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -30,11 +33,17 @@ from shardwise.data.model import Moe
 from shardwise.data.pipeline import SCHEDULES, layout, schedules_of
 from shardwise.data.plan import Degrees, Placement, Plan
 from shardwise.data.rules import (
+    absent_faults,
     context_faults,
+    depth_faults,
     expert_faults,
     expert_group_faults,
     is_linear,
     pipeline_faults,
+    replica_faults,
+    schedule_faults,
+    sequence_faults,
+    sharding_faults,
     tensor_faults,
 )
 from shardwise.formulations.layer_costs import Sharding
@@ -176,6 +185,8 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
     runs = {name: _runs(name, pipelines, batches[:, 2], instance) for name in schedules}
     for tp in tensor_degrees(instance, devices):
         for cp, schedule in product(context_degrees(instance, tp, devices // tp), schedules):
+            if schedule_faults(rules, instance.model, schedule, cp):
+                continue
             used = tp * cp * replicas
             legal = runs[schedule] & (used <= devices) & (used >= limits.range("devices").low)
             rows, columns = np.nonzero(legal)
@@ -195,9 +206,7 @@ def _grids(instance: Instance, tp: int, cp: int, schedule: str, columns: tuple[C
     for sequence_parallel in (True, False):
         if not limits.admits("sequence_parallel", int(sequence_parallel)):
             continue
-        if tensor_faults(instance.model, tp, sequence_parallel, instance.workload.seq_len):
-            continue
-        if expert_faults(rules, instance.model, tp, sequence_parallel):
+        if _sequence_parallel_faults(instance, tp, cp, sequence_parallel):
             continue
         for (ep, etp), zero in product(expert_degrees(instance, tp, tp * cp * int(dp.max())), rules.zero_stages):
             if not limits.admits("zero", zero):
@@ -206,10 +215,32 @@ def _grids(instance: Instance, tp: int, cp: int, schedule: str, columns: tuple[C
             if ep * etp != tp:
                 chosen &= tp * cp * dp % (ep * etp) == 0
             if zero >= 2:
-                chosen &= (cp * dp > 1) & (rules.sharded_pipelines | (pp == 1))
+                chosen &= cp * dp > 1
+            chosen &= _sharded(instance, zero, tp, cp, pp, dp)
             if chosen.any():
                 shape = GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule)
                 yield Grid(shape, *(columns if chosen.all() else (column[chosen] for column in columns)))
+
+
+def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_parallel: bool) -> list[str]:
+    """The rules on sequence parallelism, on or off."""
+    rules, model, seq_len = instance.rules, instance.model, instance.workload.seq_len
+    return [
+        *absent_faults(rules, sequence_parallel=sequence_parallel),
+        *tensor_faults(rules, model, tp, sequence_parallel, seq_len),
+        *sequence_faults(rules, tp, cp, sequence_parallel, seq_len),
+        *expert_faults(rules, model, tp, sequence_parallel),
+    ]
+
+
+def _sharded(instance: Instance, zero: int, tp: int, cp: int, pp: Column, dp: Column) -> npt.NDArray[np.bool_] | bool:
+    """Which rows may have a ZeRO stage; `sharding_faults` asks of pp and dp only whether they are above 1."""
+    (one, replicas), (stages, both) = (
+        [not sharding_faults(instance.rules, zero, tp=tp, cp=cp, pp=p, dp=d) for d in (1, 2)] for p in (1, 2)
+    )
+    if one == replicas == stages == both:
+        return one
+    return np.where(pp > 1, np.where(dp > 1, both, stages), np.where(dp > 1, replicas, one))
 
 
 def _runs(schedule: str, pipelines: Column, micro_batches: Column, instance: Instance) -> npt.NDArray[np.bool_]:
@@ -217,7 +248,7 @@ def _runs(schedule: str, pipelines: Column, micro_batches: Column, instance: Ins
     rules = instance.rules
     out = np.zeros((len(pipelines), len(micro_batches)), dtype=bool)
     for row, (pp, vpp) in enumerate(pipelines.tolist()):
-        if schedule not in schedules_of(pp, vpp):
+        if schedule not in schedules_of(pp, vpp) or depth_faults(rules, len(instance.model.layers), schedule, pp):
             continue
         out[row] = True
         if schedule == "interleaved-1f1b" and rules.interleave_group_is_pp:
@@ -234,7 +265,7 @@ def tensor_degrees(instance: Instance, devices: int) -> list[int]:
     return [
         tp
         for tp in range(max(allowed.low, 1), most + 1)
-        if not tensor_faults(instance.model, tp, False, instance.workload.seq_len)
+        if not tensor_faults(instance.rules, instance.model, tp, False, instance.workload.seq_len)
     ]
 
 
@@ -243,8 +274,8 @@ def context_degrees(instance: Instance, tp: int, most: int) -> list[int]:
     allowed, seq_len = instance.limits.range("cp"), instance.workload.seq_len
     return [
         cp
-        for cp in (1, *(n for n in divisors(seq_len // 2) if n > 1 and seq_len % 2 == 0))
-        if cp <= most and cp in allowed and not context_faults(instance.model, tp, cp, seq_len)
+        for cp in divisors(seq_len)
+        if cp <= most and cp in allowed and not context_faults(instance.rules, instance.model, tp, cp, seq_len)
     ]
 
 
@@ -259,7 +290,7 @@ def expert_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, in
         if ep * etp <= most
         and instance.limits.admits("ep", ep)
         and instance.limits.admits("etp", etp)
-        and not expert_group_faults(instance.model, tp, ep, etp)
+        and not expert_group_faults(instance.rules, instance.model, tp, ep, etp)
     ]
 
 
@@ -320,7 +351,10 @@ class PlacementTable:
             found |= {n for n in aligned if n < degrees.dp}
             if allowed.low == allowed.high and degrees.dp % max(allowed.low, 1) == 0:
                 found.add(allowed.low)
-        return tuple(sorted(n for n in found if n in allowed and degrees.expert_dp % n == 0))
+        rules = self.instance.rules
+        return tuple(
+            sorted(n for n in found if n in allowed and not replica_faults(rules, replace(degrees, dp_replicate=n)))
+        )
 
     def _admitted(self, degrees: Split, together: bool) -> Iterator[Placement]:
         """`together`: experts are replicated like everything else, as the order with pp inside dp wants it."""

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.data.rules import PACKS
 from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_report import compare_command, report_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
 
 LAUNCHERS = ("megatron-core",)
+RULES = ", ".join(PACKS)
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
 
 
@@ -100,8 +102,10 @@ BatchOption = Annotated[int, typer.Option("--global-batch", help="Sequences per 
 PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")]
 OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
 AttentionOption = Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")]
-RulesOption = Annotated[str, typer.Option("--rules", help="Rule pack: megatron-core or free.")]
-ProfileOption = Annotated[str, typer.Option("--profile", help="Software constants: a name, or a TOML file.")]
+RulesOption = Annotated[str, typer.Option("--rules", help=f"Rule pack: {RULES}.")]
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
+]
 LimitOption = Annotated[
     list[str] | None, typer.Option("--limit", help='Such as "pp<=8" or "memory_gb<=70". Repeat it.')
 ]
@@ -160,7 +164,7 @@ def plan_training(
     attention: AttentionOption = "flash",
     objective: Annotated[str, typer.Option("--objective", help="step-time.")] = "step-time",
     rules: RulesOption = "megatron-core",
-    profile: ProfileOption = "megatron-core",
+    profile: ProfileOption = None,
     fix: FixOption = None,
     limit: LimitOption = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds.")] = None,
@@ -216,7 +220,9 @@ def plan_training(
     raise typer.Exit(code)
 
 
-def read_instance(model: Any, cluster: Any, workload: Any, rules: str, profile: str, limits: list[str]) -> Instance:
+def read_instance(
+    model: Any, cluster: Any, workload: Any, rules: str, profile: str | None, limits: list[str]
+) -> Instance:
     """The instance, or every fault of all its parts, those of the workload among them."""
     from shardwise.data.workload import Training
     from shardwise.solver.solve import build_instance
@@ -253,16 +259,16 @@ def evaluate_command(
     attention: Annotated[
         str | None, typer.Option("--attention", help="flash (default), flash2, flash1, unfused or eager.")
     ] = None,
-    rules: Annotated[str | None, typer.Option("--rules", help="megatron-core (default) or free.")] = None,
-    profile: Annotated[
-        str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file.")
-    ] = None,
+    rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
+    profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", help="Pipeline stages, default 1.")] = None,
     dp: Annotated[int | None, typer.Option("--dp", help="Replicas, default the devices that are left.")] = None,
     cp: Annotated[int | None, typer.Option("--cp", help="Context parallel degree, default 1.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", help="Expert parallel degree, default 1.")] = None,
-    etp: Annotated[int | None, typer.Option("--etp", help="Expert tensor parallel degree, default tp.")] = None,
+    etp: Annotated[
+        int | None, typer.Option("--etp", help="Expert tensor parallel degree, default tp; 1 where the pack says so.")
+    ] = None,
     dp_replicate: Annotated[
         int | None, typer.Option("--dp-replicate", help="Whole copies among the replicas (HSDP), default 1.")
     ] = None,
@@ -271,9 +277,15 @@ def evaluate_command(
     ] = None,
     vpp: Annotated[int | None, typer.Option("--vpp", help="Chunks per stage, default 1.")] = None,
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences, default 1.")] = None,
-    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage 0, 1 (default), 2 or 3 (FSDP).")] = None,
+    zero: Annotated[
+        int | None,
+        typer.Option("--zero", help="ZeRO stage 0, 1, 2 or 3 (FSDP); default 1, or FSDP where the pack has no 1."),
+    ] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: on where tp > 1.")
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel", help="Default: on where tp > 1 and the pack has it."
+        ),
     ] = None,
     stages: Annotated[str | None, typer.Option("--stages", help="Layers per chunk, such as 6,6,6,4.")] = None,
     recompute: Annotated[str | None, typer.Option("--recompute", help="none (default), selective or full.")] = None,
@@ -370,7 +382,7 @@ def evaluated_instance(
         parts["cluster"],
         training(parts["seq_len"], parts["global_batch"], *kinds.values()),
         packs.get("rules", "megatron-core"),
-        packs.get("profile", "megatron-core"),
+        packs.get("profile"),
         limits or [],
     )
 

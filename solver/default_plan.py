@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
-from shardwise.data.model import MAX_LAYERS
+from shardwise.data.model import MAX_LAYERS, Moe
 from shardwise.data.pipeline import FOLDED, Schedule
 from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Stage
 
@@ -27,33 +27,43 @@ def degrees_from(
     dp: int | None = None,
     vpp: int = 1,
     micro_batch: int = 1,
-    zero: int = 1,
+    zero: int | None = None,
     sequence_parallel: bool | None = None,
     cp: int = 1,
     ep: int = 1,
-    etp: int = 0,
+    etp: int | None = None,
     dp_replicate: int = 1,
 ) -> Degrees:
-    """Degrees with what is not given filled in.
+    """Degrees with what is not given filled in, as the rule pack has it.
 
     Parameters
     ----------
     dp
         Without it, as many replicas as the cluster holds.
+    zero
+        Without it, 1; in a pack without that stage FSDP (3) where there are ranks to shard over, 0 elsewhere.
     sequence_parallel
-        Without it, on where there is tensor parallelism.
+        Without it, on where there is tensor parallelism, in a pack that has it.
+    etp
+        Without it, 1 in a pack that keeps experts whole, tp in others.
 
     Raises
     ------
     InputError
         When a number is out of its range, with every reason.
     """
-    others = {"vpp": vpp, "micro_batch": micro_batch, "zero": zero, "ep": ep, "etp": etp, "dp_replicate": dp_replicate}
+    rules = instance.rules
     try:
         if dp is None:
             dp = max(1, instance.cluster.device_count // max(1, tp * pp * cp))
-        parallel = tp > 1 if sequence_parallel is None else sequence_parallel
-        return Degrees(tp=tp, pp=pp, dp=dp, cp=cp, sequence_parallel=parallel, **others)
+        if zero is None:
+            zero = 1 if 1 in rules.zero_stages else 3 if cp * dp > 1 else 0
+        if sequence_parallel is None:
+            sequence_parallel = tp > 1 and "sequence_parallel" not in rules.without
+        if etp is None:
+            whole = rules.expert_split == "1" and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds)
+            etp = 1 if whole else 0
+        return Degrees(tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate)
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
 

@@ -20,8 +20,8 @@ from shardwise.data.limits import parse_limits
 from shardwise.data.model import Model
 from shardwise.data.model_catalog import load_model
 from shardwise.data.profile import load_profile
+from shardwise.data.rules import MEGATRON_CORE, absent_faults, load_rules, tensor_faults
 from shardwise.data.rules import free_chunks as without_even_chunks
-from shardwise.data.rules import load_rules, tensor_faults
 from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
@@ -43,10 +43,15 @@ def build_instance(
     workload: Training,
     *,
     rules: str = "megatron-core",
-    profile: str = "megatron-core",
+    profile: str | None = None,
     limits: Iterable[str] = (),
 ) -> Instance:
     """Read and cross-check everything that a solve needs.
+
+    Parameters
+    ----------
+    profile
+        That of the rule pack without it.
 
     Raises
     ------
@@ -65,8 +70,8 @@ def build_instance(
     parts = {
         "model": model if isinstance(model, Model) else read(load_model, os.fspath(model)),
         "cluster": cluster if isinstance(cluster, Cluster) else read(load_cluster, os.fspath(cluster)),
-        "rules": read(load_rules, rules),
-        "profile": read(load_profile, profile),
+        "rules": (pack := read(load_rules, rules)),
+        "profile": read(load_profile, profile or (pack or MEGATRON_CORE).profile),
         "limits": read(parse_limits, limits),
     }
     if not isinstance(workload, Training):
@@ -83,7 +88,7 @@ def solve(
     *,
     instance: Instance | None = None,
     rules: str = "megatron-core",
-    profile: str = "megatron-core",
+    profile: str | None = None,
     limits: Iterable[str] = (),
     objective: str = "step-time",
     price: float | None = None,
@@ -101,6 +106,8 @@ def solve(
     ----------
     model, cluster
         Catalogue names, paths, or values. Or give a ready `instance`.
+    profile
+        That of the rule pack without it.
     limits
         Such as `["pp<=8", "recompute=none"]`.
     objective
@@ -333,7 +340,11 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
     reasons: list[str] = []
     fixed = limits.range("tp")
     if fixed.low == fixed.high:
-        reasons += tensor_faults(instance.model, fixed.low, False, instance.workload.seq_len)
+        reasons += tensor_faults(instance.rules, instance.model, fixed.low, False, instance.workload.seq_len)
+    reasons += absent_faults(instance.rules, **{name: allowed.low for name, allowed in limits.ranges.items()})
+    if not any(stage in limits.range("zero") for stage in instance.rules.zero_stages):
+        stages = ", ".join(map(str, instance.rules.zero_stages))
+        reasons.append(f"the limits on zero admit none of the stages {stages} ({instance.rules.name})")
     for name in ("tp", "pp", "dp", "devices"):
         low = limits.range(name).low
         if low > devices:

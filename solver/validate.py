@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.profile import profile_document
-from shardwise.data.rules import context_faults, expert_group_faults, tensor_faults
+from shardwise.data.rules import FREE, context_faults, expert_group_faults, tensor_faults
 from shardwise.formulations.memory_table import MemoryLines, MemoryTable, memory_table
 from shardwise.formulations.table import plan_table, step_times_s
 from shardwise.solver.evaluate import verdict_of
@@ -193,11 +193,11 @@ def run_faults(p: Planned) -> list[str]:
     instance, d = p.units.tables.instance, p.plan.degrees
     assert p.run.workload is not None
     batch = p.run.workload.global_batch
-    faults = tensor_faults(instance.model, d.tp, d.sequence_parallel, instance.workload.seq_len)
+    faults = tensor_faults(FREE, instance.model, d.tp, d.sequence_parallel, instance.workload.seq_len)
     if batch % (d.micro_batch * d.dp):
         faults.append(f"micro_batch={d.micro_batch} x dp={d.dp} does not divide global_batch={batch}")
-    faults += context_faults(instance.model, d.tp, d.cp, instance.workload.seq_len)
-    return faults + expert_group_faults(instance.model, d.tp, d.ep, d.etp)
+    faults += context_faults(FREE, instance.model, d.tp, d.cp, instance.workload.seq_len)
+    return faults + expert_group_faults(FREE, instance.model, d.tp, d.ep, d.etp)
 
 
 def fitted_count(name: str) -> int:

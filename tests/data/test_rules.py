@@ -39,14 +39,15 @@ def attention_of(heads: int, kv_heads: int) -> Model:
 
 
 def faults_of(model: Model, tp: int) -> list[str]:
-    return tensor_faults(model, tp, False, 1024)
+    return tensor_faults(MEGATRON_CORE, model, tp, False, 1024)
 
 
 def test_packs_are_found_by_name() -> None:
     assert load_rules("megatron-core") is MEGATRON_CORE
     assert load_rules("free") is FREE
-    with pytest.raises(InputError, match="rules='deepspeed' is unknown; known packs are megatron-core, free"):
-        load_rules("deepspeed")
+    known = "megatron-core, torchtitan, deepspeed, accelerate, mindspeed, free"
+    with pytest.raises(InputError, match=f"rules='nemo' is unknown; known packs are {known}"):
+        load_rules("nemo")
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
@@ -83,33 +84,35 @@ def test_tp_must_divide_feed_forward_and_expert_widths() -> None:
     assert faults_of(sparse, 32) == []
     assert faults_of(sparse, 64) == ["tp=64 does not divide shared_expert_intermediate_size=96"]
     assert faults_of(sparse, 512) == ["tp=512 does not divide shared_expert_intermediate_size=96"]
-    assert expert_group_faults(sparse, 512, 1, 512) == ["tp=512 does not divide moe_intermediate_size=768"]
-    assert expert_group_faults(sparse, 512, 8, 5) == ["etp=5 does not divide moe_intermediate_size=768"]
-    assert expert_group_faults(sparse, 512, 3, 1) == ["ep=3 does not divide num_experts=8"]
-    assert expert_group_faults(dense, 1, 2, 1) == ["ep=2 needs a model with experts"]
+    assert expert_group_faults(MEGATRON_CORE, sparse, 512, 1, 512) == [
+        "tp=512 does not divide moe_intermediate_size=768"
+    ]
+    assert expert_group_faults(MEGATRON_CORE, sparse, 512, 8, 5) == ["etp=5 does not divide moe_intermediate_size=768"]
+    assert expert_group_faults(MEGATRON_CORE, sparse, 512, 3, 1) == ["ep=3 does not divide num_experts=8"]
+    assert expert_group_faults(MEGATRON_CORE, dense, 1, 2, 1) == ["ep=2 needs a model with experts"]
 
 
 def test_context_parallelism_splits_the_sequence_and_the_heads_of_recurrent_layers() -> None:
     dense = model_of(layer(512, attention(512, 8, 8, 64), None))
-    assert context_faults(dense, 8, 4, 1024) == []
-    assert context_faults(dense, 8, 3, 1024) == ["cp=3 needs seq_len=1024 to be a multiple of 6"]
+    assert context_faults(MEGATRON_CORE, dense, 8, 4, 1024) == []
+    assert context_faults(MEGATRON_CORE, dense, 8, 3, 1024) == ["cp=3 needs seq_len=1024 to be a multiple of 6"]
     recurrent = model_of(layer(512, mamba2(512, Mamba(2, 1024, 128, 4, groups=8, heads=16)), None))
-    assert context_faults(recurrent, 2, 8, 1024) == []
-    assert context_faults(recurrent, 2, 16, 1024) == ["tp x cp = 32 does not divide mamba_num_heads=16"]
+    assert context_faults(MEGATRON_CORE, recurrent, 2, 8, 1024) == []
+    assert context_faults(MEGATRON_CORE, recurrent, 2, 16, 1024) == ["tp x cp = 32 does not divide mamba_num_heads=16"]
     ungrouped = model_of(layer(512, mamba2(512, Mamba(2, 1024, 128, 4, groups=3, heads=24)), None))
-    assert context_faults(ungrouped, 1, 2, 1024) == [
+    assert context_faults(MEGATRON_CORE, ungrouped, 1, 2, 1024) == [
         "cp=2 neither divides nor is a multiple of mamba n_groups=3 / tp=1"
     ]
     linear = model_of(layer(512, delta_net(512, LinearAttention("delta", 4, 8, 64, 64, 4)), None))
-    assert context_faults(linear, 2, 2, 1024) == []
-    assert context_faults(linear, 2, 4, 1024) == ["tp x cp = 8 does not divide linear_num_key_heads=4"]
+    assert context_faults(MEGATRON_CORE, linear, 2, 2, 1024) == []
+    assert context_faults(MEGATRON_CORE, linear, 2, 4, 1024) == ["tp x cp = 8 does not divide linear_num_key_heads=4"]
 
 
 def test_weights_are_sharded_in_a_pipeline_only_where_the_pack_says_so() -> None:
-    assert sharding_faults(MEGATRON_CORE, 3, 1) == []
-    (fault,) = sharding_faults(MEGATRON_CORE, 3, 2)
+    assert sharding_faults(MEGATRON_CORE, 3, tp=1, cp=1, pp=1, dp=2) == []
+    (fault,) = sharding_faults(MEGATRON_CORE, 3, tp=1, cp=1, pp=2, dp=2)
     assert fault.startswith("zero=3 needs pp=1, not pp=2")
-    assert sharding_faults(FREE, 3, 2) == []
+    assert sharding_faults(FREE, 3, tp=1, cp=1, pp=2, dp=2) == []
 
 
 def test_experts_replicated_unlike_the_rest_need_pp_outermost() -> None:
@@ -143,13 +146,13 @@ def test_tp_must_divide_the_heads_groups_and_inner_size_of_mamba() -> None:
 
 def test_sequence_parallelism_needs_tp_and_a_divisible_sequence() -> None:
     model = attention_of(12, 12)
-    assert tensor_faults(model, 4, True, 1024) == []
-    assert tensor_faults(model, 1, True, 1024) == ["sequence_parallel=true needs tp > 1"]
-    assert tensor_faults(model, 3, True, 1024) == [
+    assert tensor_faults(MEGATRON_CORE, model, 4, True, 1024) == []
+    assert tensor_faults(MEGATRON_CORE, model, 1, True, 1024) == ["sequence_parallel=true needs tp > 1"]
+    assert tensor_faults(MEGATRON_CORE, model, 3, True, 1024) == [
         "tp=3 does not divide seq_len=1024, as sequence_parallel=true requires"
     ]
-    assert tensor_faults(model, 3, False, 1024) == []
-    assert tensor_faults(model, 3, True, 1023) == []
+    assert tensor_faults(MEGATRON_CORE, model, 3, False, 1024) == []
+    assert tensor_faults(MEGATRON_CORE, model, 3, True, 1023) == []
 
 
 # -- pipeline, batch, interleaving -------------------------------------------------------------------------------------

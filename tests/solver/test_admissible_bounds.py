@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from universe import Corner, Judged, admitted, corners, examples, instance_of, instances, llama
+from universe import (
+    INFINIBAND,
+    NVLINK,
+    Corner,
+    Judged,
+    admitted,
+    corners,
+    examples,
+    instance_of,
+    instances,
+    llama,
+)
 
+from shardwise.data.profile import load_profile
+from shardwise.data.workload import Training
 from shardwise.formulations.bounds import grid_bounds, least_memory_bytes, memory_fits, quick_bounds_s
 from shardwise.formulations.candidates import Candidate, enumerate_grids
 from shardwise.formulations.memory import MIB
@@ -141,7 +154,8 @@ def test_the_split_bound_is_below_the_fastest_plan_of_each_candidate(instance: I
 @examples(30)
 @given(instances())
 def test_trying_a_candidate_gives_its_optimum_or_a_bound_below(instance: Instance) -> None:
-    """With one chunk a stage or one recompute setting splits are exact while they are few; all others bound from below."""
+    """With one chunk a stage, or even ones and one recompute setting, splits are exact while they are few; all others
+    bound from below."""
     search, found = search_of(instance)
     least: dict[Corner, int] = {}
     for one in found:
@@ -149,12 +163,13 @@ def test_trying_a_candidate_gives_its_optimum_or_a_bound_below(instance: Instanc
     for corner in corners(instance):
         candidate = candidate_of(corner)
         option = search.try_candidate(candidate, search.coefficients(candidate), UNLIMITED)
+        exact = corner.degrees.vpp == 1 or (instance.rules.uniform_recompute and instance.rules.even_chunks)
         if corner not in least:
-            assert option is None or not (corner.degrees.vpp == 1 or instance.rules.uniform_recompute)
+            assert option is None or not exact
             continue
         assert option is not None
         assert option.bound <= least[corner]
-        if corner.degrees.vpp == 1 or instance.rules.uniform_recompute:
+        if exact:
             assert option.bound == least[corner]
 
 
@@ -187,3 +202,15 @@ def test_the_memory_bound_keeps_a_row_at_exactly_its_least_need_and_drops_it_bel
     assert not fits(edge - 1)
     (plan, *_) = admitted(instance, 1.0)
     assert need <= evaluate(instance, plan.plan).peak_memory_bytes
+
+
+def test_replicas_that_have_no_place_are_bounded_by_infinity_also_where_nothing_of_their_traffic_shows() -> None:
+    """(B5) Three replicas do not spread over two nodes of two; with a floor of 0 that was 0 x infinity."""
+    profile = replace(load_profile("megatron-core"), dp_comm_floor=0.0)
+    instance = instance_of(
+        llama(), (2, 2), (NVLINK, INFINIBAND), workload=Training(1024, 3), limits=("tp=1", "pp=1", "dp=3", "cp=1"),
+        profile=profile,
+    )  # fmt: skip
+    search = Search(instance, None, None)
+    for grid in enumerate_grids(instance):
+        assert np.isinf(grid_bounds(search.best_case, grid, None)).all()

@@ -206,13 +206,17 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
 
 
+PACKS = (
+    "megatron-core", "megatron-core", "megatron-core", "free", "free", "free", "torchtitan", "deepspeed", "accelerate",
+    "mindspeed",
+)  # fmt: skip
 KIND_NAMES = ("dense", "dense", "mlp", "attention", "moe", "mamba", "identity")
 LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
-    "schedule=interleaved-1f1b",
+    "schedule=interleaved-1f1b", "schedule=dualpipe-v",
 )  # fmt: skip
 SHRINKING = (
     "vpp<=3", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1", "dp_replicate=1",
@@ -250,7 +254,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
         attention=draw(st.sampled_from(("flash", "unfused"))),
     )
-    rules = draw(st.sampled_from(("megatron-core", "free"))) + draw(st.sampled_from(("", "", "+free-chunks")))
+    rules = draw(st.sampled_from(PACKS)) + draw(st.sampled_from(("", "", "+free-chunks")))
     model, profile = draw(models()), draw(profiles())
     limits = draw(st.lists(st.sampled_from(LIMITS), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
@@ -355,6 +359,10 @@ def count_plans(instance: Instance, enough: int) -> int:
     return total
 
 
+def pack_of(instance: Instance) -> str:
+    return instance.rules.name.removesuffix("+free-chunks")
+
+
 def corners(instance: Instance) -> Iterator[Corner]:
     """Every tuple of degrees within the rules and limits, with every placement and number of replicas."""
     for degrees, micro_batches in legal_degrees(instance):
@@ -378,6 +386,12 @@ def replicas(instance: Instance, degrees: Degrees, placement: Placement) -> list
         if allowed.low == allowed.high > 0 and degrees.dp % allowed.low == 0:
             found.add(allowed.low)
     same = degrees.tp * degrees.cp * degrees.dp // (degrees.ep * degrees.etp)
+    if pack_of(instance) == "deepspeed":
+        found = {1}
+    if pack_of(instance) == "torchtitan" and degrees.zero > 0:
+        found = {n for n in found if n < degrees.dp or degrees.cp > 1}
+    if pack_of(instance) == "accelerate" and degrees.zero > 0:
+        found = {n for n in found if n < degrees.dp or (degrees.cp > 1 and n == 1)}
     return [n for n in sorted(found) if allowed.low <= n <= allowed.high and same % n == 0]
 
 
@@ -386,13 +400,25 @@ def legal_schedules(instance: Instance, degrees: Degrees, micro_batches: int) ->
     pp, vpp = degrees.pp, degrees.vpp
     if pp == 1:
         return ["1f1b"]
-    interleaved: list[Schedule] = ["interleaved-1f1b"] if micro_batches % pp == 0 else []
-    if instance.rules.name.startswith("megatron-core"):
-        return ["1f1b"] if vpp == 1 else interleaved
+    one: dict[str, list[Schedule]] = {
+        "torchtitan": ["1f1b", "gpipe"],
+        "free": ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-2p"],
+    }
     if vpp == 1:
-        return ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-2p"]
-    folded: list[Schedule] = ["zb-v", "dualpipe-v"] if vpp == 2 else []
-    return [*interleaved, "gpipe", *(name for name in folded if name == "zb-v" or micro_batches >= 2 * pp)]
+        return one.get(pack_of(instance), ["1f1b"])
+    interleaved: list[Schedule] = ["interleaved-1f1b"] if micro_batches % pp == 0 else []
+    zb_v: list[Schedule] = ["zb-v"] if vpp == 2 else []
+    dualpipe: list[Schedule] = ["dualpipe-v"] if vpp == 2 and micro_batches >= 2 * pp else []
+    match pack_of(instance):
+        case "deepspeed" | "accelerate":
+            return []
+        case "megatron-core":
+            return interleaved
+        case "mindspeed":
+            possible = not instance.model.tied and degrees.cp == 1 and len(instance.model.layers) >= 2 * pp
+            return [*interleaved, *(dualpipe if possible else [])]
+        case _:
+            return [*interleaved, "gpipe", *zb_v, *dualpipe]
 
 
 def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
@@ -406,7 +432,7 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
         if tp * cp > devices or not divides(instance, tp) or not divides_context(instance, tp, cp):
             continue
         for pp, dp in itertools.product(sizes, sizes):
-            if tp * cp * pp * dp > devices:
+            if tp * cp * pp * dp > devices or (pp > 1 and pack_of(instance) == "accelerate"):
                 continue
             for vpp, micro_batch in itertools.product(range(1, 17), range(1, 33)):
                 if batch % (micro_batch * dp) or not splits(layers, pp, vpp):
@@ -416,16 +442,41 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                 for (zero, sp), (ep, etp) in itertools.product(
                     itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp)
                 ):
-                    if sp and (tp == 1 or instance.workload.seq_len % tp):
+                    if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
-                    megatron = instance.rules.name.startswith("megatron-core")
-                    if not sp and tp > 1 and megatron and has_experts(instance):
-                        continue
-                    if zero > 1 and (cp * dp == 1 or (megatron and pp > 1)):
+                    if not may_shard(instance, zero, tp, cp, pp, dp):
                         continue
                     degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp)
                     if within_limits(instance, degrees):
                         yield degrees, batch // (micro_batch * dp)
+
+
+def shards_sequence(instance: Instance, tp: int, cp: int) -> bool:
+    """The rows of docs/rules.md on sequence parallelism."""
+    if tp == 1 or pack_of(instance) in ("deepspeed", "accelerate"):
+        return False
+    pieces = 2 * cp if cp > 1 and pack_of(instance) == "torchtitan" else 1
+    return instance.workload.seq_len % (tp * pieces) == 0
+
+
+def needs_shards(instance: Instance, tp: int) -> bool:
+    return tp > 1 and pack_of(instance) in ("megatron-core", "mindspeed") and has_experts(instance)
+
+
+def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int) -> bool:
+    """The rows of docs/rules.md on ZeRO; with nothing to share stages 2 and 3 are 1 or 0 again."""
+    replicas = cp * dp > 1
+    if zero > 1 and not replicas:
+        return False
+    match pack_of(instance):
+        case "torchtitan":
+            return zero > 1 or (zero == 0 and not replicas)
+        case "accelerate":
+            return zero > 1 or (zero == 0 and (not replicas or tp * cp == 1))
+        case "free":
+            return True
+        case _:
+            return zero <= 1 or pp == 1
 
 
 def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -433,10 +484,12 @@ def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]
     experts = [kind.ffn for kind in instance.model.layers if isinstance(kind.ffn, Moe)]
     if not experts:
         return [(1, tp)]
+    ways = {"torchtitan": {1}, "accelerate": {tp}}.get(pack_of(instance), {1, tp})
+    most = 1 if pack_of(instance) == "accelerate" else min(part.experts for part in experts)
     return [
         (ep, etp)
-        for ep in range(1, min(part.experts for part in experts) + 1)
-        for etp in sorted({1, tp})
+        for ep in range(1, most + 1)
+        for etp in sorted(ways)
         if all(part.experts % ep == 0 and part.intermediate % etp == 0 for part in experts)
         if ranks % (ep * etp) == 0
     ]
@@ -446,7 +499,13 @@ def divides_context(instance: Instance, tp: int, cp: int) -> bool:
     """The rows of docs/rules.md on what context parallelism divides."""
     if cp == 1:
         return True
-    if instance.workload.seq_len % (2 * cp):
+    ring, heads, kv_heads = instance.workload.seq_len % (2 * cp) == 0, instance.workload.seq_len % cp == 0, True
+    for kind in instance.model.layers:
+        if isinstance(kind.mixer, Attention):
+            here = max(kind.mixer.kv_heads // tp, 1)
+            heads = heads and kind.mixer.heads % (tp * cp) == 0
+            kv_heads = kv_heads and (here % cp == 0 or cp % here == 0)
+    if not {"mindspeed": ring or heads, "deepspeed": heads and kv_heads}.get(pack_of(instance), ring):
         return False
     for kind in instance.model.layers:
         mixer = kind.mixer
@@ -464,9 +523,12 @@ def has_experts(instance: Instance) -> bool:
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:
-    """Limits on all but `dp_replicate`, which `replicas` knows."""
-    values = {name: int(getattr(degrees, name)) for name in instance.limits.ranges if name != "dp_replicate"}
-    return all(instance.limits.ranges[name].low <= n <= instance.limits.ranges[name].high for name, n in values.items())
+    """All but the limit on dp_replicate, which `replicas` keeps."""
+    return all(
+        allowed.low <= int(getattr(degrees, name)) <= allowed.high
+        for name, allowed in instance.limits.ranges.items()
+        if name != "dp_replicate"
+    )
 
 
 def divides(instance: Instance, tp: int) -> bool:
@@ -476,7 +538,8 @@ def divides(instance: Instance, tp: int) -> bool:
         sizes = []
         if isinstance(mixer, Attention):
             sizes.append(mixer.heads)
-            if mixer.kv_heads % tp != 0 and tp % mixer.kv_heads != 0:
+            copied = pack_of(instance) in ("megatron-core", "mindspeed", "free") and tp % mixer.kv_heads == 0
+            if mixer.kv_heads % tp != 0 and not copied:
                 return False
         if isinstance(mixer, Mamba):
             sizes += [mixer.inner] if mixer.heads is None else [mixer.inner, mixer.heads, mixer.groups]
@@ -524,7 +587,7 @@ def _positive(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def recompute_settings(instance: Instance, stages: list[tuple[int, ...]]) -> Iterator[Settings]:
     """One setting for all stages or one for each; a block larger than the largest chunk is the same plan again."""
-    if instance.rules.name.startswith("megatron-core"):
+    if pack_of(instance) != "free":
         for setting in _settings(instance, max(max(chunks) for chunks in stages)):
             yield (setting,) * len(stages)
     else:
@@ -541,7 +604,7 @@ def _settings(instance: Instance, largest: int) -> list[tuple[Recompute, int]]:
 
 
 def _count_settings(instance: Instance, stages: list[tuple[int, ...]]) -> int:
-    if instance.rules.name.startswith("megatron-core"):
+    if pack_of(instance) != "free":
         return len(_settings(instance, max(max(chunks) for chunks in stages)))
     return prod(len(_settings(instance, max(chunks))) for chunks in stages)
 
@@ -559,10 +622,11 @@ def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
         if not holds(instance.cluster.root, blocks):
             continue
         orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
-        if instance.rules.name.startswith("megatron-core"):
-            both: tuple[RankOrder, ...] = ("tp-dp-pp", "tp-pp-dp")
-            alike = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
-            orders = tuple(order for order in both if (alike or order == "tp-dp-pp") and reached(tp, cp, pp, dp, order))
+        alike = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
+        if alike and pack_of(instance) in ("megatron-core", "mindspeed"):
+            orders = ("tp-dp-pp", "tp-pp-dp")
+        if pack_of(instance) != "free":
+            orders = tuple(order for order in orders if reached(tp, cp, pp, dp, order))
         if orders:
             out.append(Placement(tp, pp, dp, orders[0], cp))
     return out
