@@ -137,6 +137,22 @@ class SplitSearch:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
 
+    def of_cuts(self, candidate: Candidate, time: TimeCoefficients, cuts: Ints, limit: int) -> list[Split]:
+        """The splits of some cuts of v > 1, one row each, as (P2) and (P3) judge them: those within `limit` and memory."""
+        memory = self.tables.memory(candidate.degrees, candidate.schedule)
+        if not len(cuts):
+            return []
+        sums = _ChunkSums.of(self.prefix, time, cuts, candidate)
+        within = sums.value(0) <= limit
+        if not within.any():
+            return []
+        cuts, sums = cuts[within], sums.rows(within)
+        return [
+            split
+            for modes in self.mode_sets
+            for split in self._interleaved(candidate, memory, limit, modes, cuts, sums)
+        ]
+
     def exact(self, candidate: Candidate) -> bool:
         """(P4) Whether no plan of a split repeats less than the split says, on any chunk."""
         return candidate.degrees.vpp == 1 or self.instance.rules.uniform_recompute

@@ -22,6 +22,7 @@ from shardwise.formulations.bounds import SAFETY, BestCase, grid_bounds, last_ch
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
+from shardwise.formulations.free_chunks import FreeChunks, MeanPath
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
 from shardwise.formulations.splits import Split, SplitSearch, plans_to_try
 from shardwise.formulations.timeline import longest_paths
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
+    from shardwise.formulations.free_chunks import Ints
+    from shardwise.formulations.timeline import Shape
 
 log = logging.getLogger(__name__)
 
@@ -394,6 +397,67 @@ class Search:
         left = [option for option in self.open if not self.beaten(option)]
         counts["pruned_by_split_bound"] += len(self.open) - len(left)
         self.open = sorted(left, key=lambda option: (option.bound, option.candidate.tie_key))
+
+    def tighten(self) -> None:
+        """(C1)-(C5) Better bounds and plans of the open candidates whose chunks are free, best bound first. A bound holds
+        for all candidates of the same shape and times."""
+        known: dict[tuple[Shape, TimeCoefficients], int] = {}
+        for position, option in enumerate(self.open):
+            if option.candidate.degrees.vpp == 1 or self.instance.rules.even_chunks or self.beaten(option):
+                continue
+            alike = option.candidate.shape, option.time
+            for bound in [known[alike]] if alike in known else self.raised(option):
+                known[alike] = max(option.bound, bound, known.get(alike, 0))
+                self.open[position] = replace(option, bound=max(option.bound, known[alike]))
+                self.report("pruning", self.open[0].bound * self.unit_s, len(self.open))
+                self.check_time()
+        left = [option for option in self.open if not self.beaten(option)]
+        self.tally.counts["pruned_by_split_bound"] += len(self.open) - len(left)
+        self.open = sorted(left, key=lambda option: (option.bound, option.candidate.tie_key))
+
+    def raised(self, option: Option) -> Iterator[int]:
+        """(C1)-(C5) Bounds of one candidate, while its plans are offered; all ways first, where they are few."""
+        assert self.incumbent is not None
+        candidate = option.candidate
+        free = FreeChunks(self.splits, candidate, option.time, self.incumbent.units)
+        path = MeanPath.nothing(candidate.degrees.virtual_stages)
+        bound, cuts = free.by_ways(path, option.bound, 1)
+        yield self.offer_cuts(free, cuts, bound)
+        known = self.seen.get(candidate.tie_key)
+        if bound >= self.incumbent.units or known is None:
+            return
+        yield from self.searched(free, np.array(known[1].cuts), bound)
+        free = FreeChunks(self.splits, candidate, option.time, self.incumbent.units)
+        starts = []
+        for length, mean, cuts in free.play(np.array(self.seen[candidate.tie_key][1].cuts)):
+            if length > bound:
+                path, bound = mean, math.floor(min(length * SAFETY, free.limit + 1))
+                yield bound
+            if bound > self.incumbent.units or cuts is None:
+                return
+            starts.append(cuts)
+        if starts:
+            split, _ = free.fastest(np.array(starts), UNLIMITED)
+            if split is not None:
+                yield from self.searched(free, np.array(split.cuts), bound)
+        free = FreeChunks(self.splits, candidate, option.time, self.incumbent.units)
+        bound, cuts = free.by_ways(path, bound)
+        yield self.offer_cuts(free, cuts, bound)
+
+    def searched(self, free: FreeChunks, cuts: Ints, bound: int) -> Iterator[int]:
+        """Offer the plans that local search finds; `bound` as it is, once a round."""
+        for better in free.better(cuts):
+            if better is not None:
+                self.try_split(free.candidate, better)
+            yield bound
+
+    def offer_cuts(self, free: FreeChunks, cuts: Ints | None, bound: int) -> int:
+        """Offer the plans of some cuts with the least settings that fit; `bound` as it is."""
+        if cuts is not None:
+            split, _ = free.fastest(cuts[None], UNLIMITED)
+            if split is not None:
+                self.try_split(free.candidate, split)
+        return bound
 
     def placed_bound_s(self, candidate: Candidate) -> float:
         """(B2)-(B4) with the candidate's own placement."""

@@ -162,6 +162,7 @@ def _run(search: Search, statistics: Statistics, workers: int, seed: int, prune:
             closed = close_waves(search, statistics, workers, seed)
         else:
             search.prune(grids, search.ordered(grids, search.incumbent.evaluation.step_time_s))
+            search.tighten()
             closed = close_waves(search, statistics, workers, seed)
     except TimeUpError:
         return False
