@@ -19,7 +19,7 @@ last no longer than a `limit`.
 (C4) the ways within T in (C3), and within T in (C1), are counted as they grow stage by stage. Where they are few, all of
      them go through the timeline (P4): no plan of the candidate is below  min(T, the least of them).
 (C5) good splits: local search that moves runs of neighbouring cuts by one layer, each split with settings that fit its
-     memory (P3); from time to time a few random moves away from the best. Generators are seeded: no run differs.
+     memory (P3); where no move is left, a few random ones lead away. Generators are seeded: no run differs.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ MOST_ARCS = 1_000_000
 MOST_WAYS = 30_000
 """(C4) What is timed at most, in a few seconds."""
 HALVINGS = 6
-ROUNDS = 150
+ROUNDS = 250
 NEIGHBOURS = 512
-"""(C5) Rounds of moves, and moves in each."""
+NEAR = 0.01
+"""(C5) Rounds of moves, moves in each, and how much slower than the best a split may be that the search goes on from."""
 BATCH = 64
 """Splits timed at once: what fits into the cache."""
 
@@ -247,8 +248,8 @@ class FreeChunks:
             tried = here + (moves if len(moves) <= NEIGHBOURS else draw.permutation(moves)[:NEIGHBOURS])
             split, length = self.fastest(tried, step)
             if split is None:
-                here, step = best, 2**62
-                for _ in range(int(draw.integers(2, 6))):
+                here, step = here if step <= least * (1 + NEAR) else best, 2**62
+                for _ in range(int(draw.integers(1, 4))):
                     near = here + moves
                     near = near[_legal(near)]
                     here = near[draw.integers(len(near))] if len(near) else here
@@ -259,15 +260,17 @@ class FreeChunks:
                 yield split
 
     def fastest(self, cuts: Ints, below: int) -> tuple[Split | None, int]:
-        """Of splits that fit the memory and last less than `below` units, the fastest and its step."""
+        """The fastest split and its step, of the first splits by simple paths among which one fits the memory and lasts
+        less than `below` units; none if there is none."""
         found = self.splits.of_cuts(self.candidate, self.given, cuts[_legal(cuts)], below - 1)
-        if not found:
-            return None, below
-        batches = [found[first : first + BATCH] for first in range(0, len(found), BATCH)]
-        steps = np.concatenate([self.splits.timed(self.candidate, self.given, batch) for batch in batches])
-        steps = np.maximum(steps, [split.bound for split in found])
-        first = int(steps.argmin())
-        return (found[first], int(steps[first])) if steps[first] < below else (None, below)
+        found.sort(key=lambda split: split.bound)
+        for first in range(0, len(found), BATCH):
+            batch = found[first : first + BATCH]
+            steps = self.splits.timed(self.candidate, self.given, batch)
+            steps = np.maximum(steps, [split.bound for split in batch])
+            if steps.min() < below:
+                return batch[int(steps.argmin())], int(steps.min())
+        return None, below
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,9 @@
      embedding. A dynamic program over (stage, first layer) minimises that maximum, and a best-first search through it
      finds all splits in ascending order.
 (P2) v > 1. Even chunks leave two numbers to choose, the layers of the first and of the last chunk; all pairs are tried
-     at once. Interleaved, one more path is simple: the first micro-batch passes all chunks up to the last one of stage k,
-     which has had p micro-batches on each of its other chunks by then, and so backwards at the end.
+     at once (chunks of any size: `free_chunks`). Interleaved, one more path is simple: the first micro-batch passes all
+     chunks up to the last one of stage k, which has had p micro-batches on each of its other chunks by then, and so
+     backwards at the end.
 (P3) recompute: each stage takes on its own the cheapest setting that fits its memory, of one mode for all stages where
      the pack wants that (the modes are then tried one by one, and full recompute repeats at least one layer of every
      chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
@@ -147,11 +148,12 @@ class SplitSearch:
         if not within.any():
             return []
         cuts, sums = cuts[within], sums.rows(within)
-        return [
-            split
-            for modes in self.mode_sets
-            for split in self._interleaved(candidate, memory, limit, modes, cuts, sums)
-        ]
+        found: list[Split] = []
+        for modes in self.mode_sets:
+            found += self._interleaved(candidate, memory, limit, modes, cuts, sums)
+            if modes == ("none",) and len(found) == len(cuts):
+                break  # all fit as they are
+        return found
 
     def exact(self, candidate: Candidate) -> bool:
         """(P4) Whether no plan of a split repeats less than the split says, on any chunk."""
