@@ -28,7 +28,7 @@ from shardwise.solver.search import UNLIMITED, Search
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
 
-SEVERAL_CHUNKS = {"interleaved-1f1b": 2, "zb-v": 6, "dualpipe-v": 7}
+SEVERAL_CHUNKS = {"interleaved-1f1b": 2, "gpipe": 3, "zb-v": 6, "dualpipe-v": 7}
 """Schedules with several chunks a stage, and the seeds modulo 8 that `instance_with` draws them from."""
 MOST_SPLITS = 400
 
@@ -70,7 +70,9 @@ class Exhausted:
 def exhausted(seed: int, more: int, recompute: str) -> Exhausted:
     """With `more` layers than the chunks need, if there are few splits."""
     instance = instance_with(seed, most_stages=4)
-    chunks = int(instance.limits.text[0].split("=")[1]) * int(instance.limits.text[1].split("=")[1])
+    pp, vpp = (instance.limits.range(name).low for name in ("pp", "vpp"))
+    chunks = pp * vpp
+    assume(vpp > 1)
     assume(len(splits(chunks - 2 + more, chunks, 1)) <= MOST_SPLITS)
     return Exhausted(seed, chunks - 2 + more, recompute)
 
