@@ -5,8 +5,9 @@
      embedding. A dynamic program over (stage, first layer) minimises that maximum, and a best-first search through it
      finds all splits in ascending order.
 (P2) v > 1. Even chunks leave two numbers to choose, the layers of the first and of the last chunk; all pairs are tried
-     at once. Interleaved, one more path is simple: the first micro-batch passes all chunks up to the last one of stage k,
-     which has had p micro-batches on each of its other chunks by then, and so backwards at the end.
+     at once (chunks of any size: `free_chunks`). Interleaved, one more path is simple: the first micro-batch passes all
+     chunks up to the last one of stage k, which has had p micro-batches on each of its other chunks by then, and so
+     backwards at the end.
 (P3) recompute: each stage takes on its own the cheapest setting that fits its memory, of one mode for all stages where
      the pack wants that (the modes are then tried one by one, and full recompute repeats at least one layer of every
      chunk). A common number of layers can only be slower, and recompute in fill and drain can only add. With v > 1
@@ -137,6 +138,23 @@ class SplitSearch:
             elif splits is not None:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
+
+    def of_cuts(self, candidate: Candidate, time: TimeCoefficients, cuts: Ints, limit: int) -> list[Split]:
+        """The splits of some cuts of v > 1, one row each, as (P2) and (P3) judge them: those within `limit` and memory."""
+        memory = self.tables.memory(candidate.degrees, candidate.schedule)
+        if not len(cuts):
+            return []
+        sums = _ChunkSums.of(self.prefix, time, cuts, candidate)
+        within = sums.value(0) <= limit
+        if not within.any():
+            return []
+        cuts, sums = cuts[within], sums.rows(within)
+        found: list[Split] = []
+        for modes in self.mode_sets:
+            found += self._interleaved(candidate, memory, limit, modes, cuts, sums)
+            if modes == ("none",) and len(found) == len(cuts):
+                break  # all fit as they are
+        return found
 
     def exact(self, candidate: Candidate) -> bool:
         """(P4) Whether no plan of a split repeats less than the split says, on any chunk."""

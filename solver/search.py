@@ -590,8 +590,12 @@ class Search:
                 else:
                     self.open.append(option)
         self.unopened_bound_s = None
+        self.drop_beaten()
+
+    def drop_beaten(self) -> None:
+        """Leave the options that can still improve on the incumbent, best bound first."""
         left = [option for option in self.open if not self.beaten(option)]
-        counts["pruned_by_split_bound"] += len(self.open) - len(left)
+        self.tally.counts["pruned_by_split_bound"] += len(self.open) - len(left)
         self.open = sorted(left, key=lambda own: (own.worth.multiplier * own.bound, own.candidate.tie_key))
 
     def work(self, candidate: Candidate) -> Work:

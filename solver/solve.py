@@ -30,6 +30,7 @@ from shardwise.solver.close import Statistics, close_waves, settle
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, Progress, Result
 from shardwise.solver.search import NEAR, Search, TimeUpError
+from shardwise.solver.tighten import tighten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -205,6 +206,7 @@ class Run:
         else:
             search.probe(search.within())
             search.prune(search.within())
+            tighten(search)
             closed = close_waves(search, self.statistics, self.workers, self.seed)
         if closed and search.incumbent is not None:
             settle(search, self.statistics, self.seed)

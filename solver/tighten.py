@@ -1,0 +1,85 @@
+"""Better bounds and plans of open candidates whose chunks are free (`--free-chunks`), before CP-SAT has them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.formulations.bounds import SAFETY
+from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.solver.search import UNLIMITED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.formulations.coefficients import TimeCoefficients
+    from shardwise.formulations.cp import Option
+    from shardwise.formulations.free_chunks import Ints
+    from shardwise.formulations.timeline import Shape
+    from shardwise.solver.search import Search
+
+
+def tighten(search: Search) -> None:
+    """(C1)-(C5) for candidates whose value is a multiple of their step time, best bound first. A bound holds for all
+    candidates of the same shape and times."""
+    known: dict[tuple[Shape, TimeCoefficients], int] = {}
+    for position, option in enumerate(search.open):
+        even = option.candidate.degrees.vpp == 1 or search.instance.rules.even_chunks
+        if even or not option.worth.plain or search.beaten(option):
+            continue
+        alike = option.candidate.shape, option.time
+        for bound in [known[alike]] if alike in known else raised(search, option):
+            known[alike] = max(option.bound, bound, known.get(alike, 0))
+            search.open[position] = replace(option, bound=max(option.bound, known[alike]))
+            search.report("pruning", search.least_s(search.open), len(search.open))
+            search.check_time()
+    search.drop_beaten()
+
+
+def raised(search: Search, option: Option) -> Iterator[int]:
+    """(C1)-(C5) Bounds of one candidate, while its plans are offered; all ways first, where they are few."""
+    candidate = option.candidate
+    free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
+    path = MeanPath.nothing(candidate.degrees.virtual_stages)
+    bound, cuts = free.by_ways(path, option.bound, 1)
+    yield _offer_cuts(search, free, cuts, bound)
+    known = search.seen.get(candidate.tie_key)
+    if bound >= search.longest(candidate) or known is None:
+        return
+    yield from _searched(search, free, np.array(known[1].cuts), bound)
+    free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
+    starts = []
+    for length, mean, cuts in free.play(np.array(search.seen[candidate.tie_key][1].cuts)):
+        if length > bound:
+            path, bound = mean, math.floor(min(length * SAFETY, free.limit + 1))
+            yield bound
+        if bound > search.longest(candidate) or cuts is None:
+            return
+        starts.append(cuts)
+    if starts:
+        split, _ = free.fastest(np.array(starts), UNLIMITED)
+        if split is not None:
+            yield from _searched(search, free, np.array(split.cuts), bound)
+    free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
+    bound, cuts = free.by_ways(path, bound)
+    yield _offer_cuts(search, free, cuts, bound)
+
+
+def _searched(search: Search, free: FreeChunks, cuts: Ints, bound: int) -> Iterator[int]:
+    """Offer the plans that local search finds; `bound` as it is, once a round."""
+    for better in free.better(cuts):
+        if better is not None:
+            search.try_split(free.candidate, better)
+        yield bound
+
+
+def _offer_cuts(search: Search, free: FreeChunks, cuts: Ints | None, bound: int) -> int:
+    """Offer the plans of some cuts with the least settings that fit; `bound` as it is."""
+    if cuts is not None:
+        split, _ = free.fastest(cuts[None], UNLIMITED)
+        if split is not None:
+            search.try_split(free.candidate, split)
+    return bound

@@ -1,0 +1,195 @@
+"""Chunks of any size: every bound is below what exhaustive search finds, every split is a way, and deep pipelines close."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from schedule_instances import instance_with
+from test_admissible_bounds import candidate_of, search_of
+from universe import MOST_PLANS, count_plans, examples, instances, splits
+
+from shardwise.data.limits import parse_limits
+from shardwise.data.plan import Stage
+from shardwise.data.rules import free_chunks
+from shardwise.formulations import free_chunks as module
+from shardwise.formulations.bounds import SAFETY
+from shardwise.formulations.cp import Option
+from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.solver.evaluate import admitted_units
+from shardwise.solver.search import UNLIMITED, Search
+from shardwise.solver.tighten import raised, tighten
+
+if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
+
+SEVERAL_CHUNKS = {"interleaved-1f1b": 2, "gpipe": 3, "zb-v": 6, "dualpipe-v": 7}
+"""Schedules with several chunks a stage, and the seeds modulo 8 that `instance_with` draws them from."""
+MOST_SPLITS = 400
+
+
+def opened(instance: Instance) -> Search:
+    """A search of free chunks with an incumbent."""
+    search = Search(replace(instance, rules=free_chunks(instance.rules)), None, None)
+    search.enumerate()
+    search.first_incumbent()
+    return search
+
+
+class Exhausted:
+    """One candidate with free chunks, and the steps of all its splits, each without recompute or with all of it."""
+
+    def __init__(self, seed: int, most_layers: int, recompute: str) -> None:
+        instance = instance_with(seed, most_stages=4)
+        layers = instance.model.layers[:most_layers]
+        limits = parse_limits([*instance.limits.text, f"recompute={recompute}"])
+        self.instance = replace(instance, model=replace(instance.model, layers=layers), limits=limits)
+        self.search = opened(self.instance)
+        assert self.search.incumbent is not None
+        self.candidate = self.search.incumbent.candidate
+        self.time = self.search.coefficients(self.candidate)
+        d, self.units = self.candidate.degrees, {}
+        for sizes in splits(len(layers), d.pp, d.vpp, even=False):
+            block = max(sizes) if recompute == "full" else 0
+            chunks = [tuple(sizes[i] for i in self.candidate.layout.chunks_of(k)) for k in range(d.pp)]
+            plan = self.candidate.plan(tuple(Stage(own, recompute, block) for own in chunks))  # type: ignore[arg-type]
+            units = admitted_units(self.search.instance, plan, self.search.unit_s)
+            assert units is not None
+            self.units[plan.cuts] = units
+        self.least = min(self.units.values())
+
+    def free(self, limit: int) -> FreeChunks:
+        return FreeChunks(self.search.splits, self.candidate, self.time, limit)
+
+
+def exhausted(seed: int, more: int, recompute: str) -> Exhausted:
+    """With `more` layers than the chunks need, if there are few splits."""
+    instance = instance_with(seed, most_stages=4)
+    pp, vpp = (instance.limits.range(name).low for name in ("pp", "vpp"))
+    chunks = pp * vpp
+    assume(vpp > 1)
+    assume(len(splits(chunks - 2 + more, chunks, 1)) <= MOST_SPLITS)
+    return Exhausted(seed, chunks - 2 + more, recompute)
+
+
+cases = st.builds(
+    exhausted,
+    st.builds(
+        lambda schedule, draw: 8 * draw + SEVERAL_CHUNKS[schedule],
+        st.sampled_from(sorted(SEVERAL_CHUNKS)),
+        st.integers(0, 200),
+    ),
+    st.integers(0, 4),
+    st.sampled_from(("none", "none", "selective", "full")),
+)
+
+
+@examples(25)
+@given(cases, st.data())
+def test_mean_paths_are_shorter_than_every_split(case: Exhausted, data: st.DataObject) -> None:
+    """(C1), (C2): with any limit, the mean path of every turn against every split, and its shortest way against the best."""
+    limit = data.draw(st.sampled_from((UNLIMITED, case.least, case.least + 1000, case.least - 1)))
+    free = case.free(limit)
+    start = np.array(data.draw(st.sampled_from(sorted(case.units))))
+    for length, path, _ in itertools.islice(free.play(start), 12):
+        assert min(length * SAFETY, limit + 1) <= case.least
+        for cuts, units in case.units.items():
+            sums = free.chunk_sums(np.array(cuts))
+            assert (path.weights * sums).sum() + path.constant <= units * (1 + 1e-12)
+
+
+@examples(25)
+@given(cases, st.data())
+def test_the_stage_graph_holds_every_split_and_no_cost_above_its_step(case: Exhausted, data: st.DataObject) -> None:
+    """(C3), (C4): without a limit its ways are the splits; with the step of a split as the limit that split is one."""
+    nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
+    graph = case.free(UNLIMITED).graph
+    assert graph is not None
+    assert graph.least <= case.least
+    every = graph.ways(nothing, UNLIMITED)
+    assert every is not None
+    assert sorted(map(tuple, every.tolist())) == sorted(case.units)
+    for cuts, units in data.draw(st.lists(st.sampled_from(sorted(case.units.items())), max_size=8)):
+        free = case.free(units)
+        assert free.graph is not None
+        turns = [path for _, path, _ in itertools.islice(free.play(np.array(cuts)), 6)]
+        for path in (nothing, *turns):
+            ways = free.graph.ways(path, units)
+            assert ways is not None
+            assert cuts in set(map(tuple, ways.tolist()))
+
+
+@examples(25)
+@given(cases, st.data(), st.integers(1, 20))
+def test_the_ways_give_the_optimum_where_they_are_few_and_a_bound_where_not(
+    case: Exhausted, data: st.DataObject, most: int
+) -> None:
+    """(C4)."""
+    limit = data.draw(st.sampled_from((UNLIMITED, case.least, case.least + 1000)))
+    free = case.free(limit)
+    nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
+    bound, cuts = free.by_ways(nothing, 0)
+    assert cuts is not None
+    assert bound == case.least == case.units[tuple(cuts.tolist())]
+    assert case.free(case.least - 1).by_ways(nothing, 0)[0] == case.least
+    *_, (_, path, _) = itertools.islice(free.play(cuts), 6)
+    with patch.object(module, "MOST_WAYS", most):
+        assert free.by_ways(path, 0)[0] <= case.least
+        assert free.by_ways(nothing, 0)[0] <= case.least
+
+
+@examples(10)
+@given(cases, st.data())
+def test_local_search_yields_faster_and_faster_splits(case: Exhausted, data: st.DataObject) -> None:
+    """(C5): each a split of the candidate, with the step that it has, down to the best of a few splits."""
+    assume(case.instance.limits.recompute == "none" and len(case.units) > 1)
+    start = data.draw(st.sampled_from(sorted(case.units)))
+    found = [split for split in case.free(UNLIMITED).better(np.array(start)) if split is not None]
+    steps = [case.units[split.cuts] for split in found]
+    assert steps == sorted(set(steps), reverse=True)
+    assert steps[-1] == case.least or len(case.units) > 50 or steps[-1] <= case.units[start]
+
+
+@examples(12)
+@given(instances(), st.floats(0, 1), st.booleans())
+def test_raised_bounds_are_below_the_fastest_plan_within_the_incumbent(
+    instance: Instance, rank: float, many: bool
+) -> None:
+    """(C1)-(C5) under memory limits and every recompute setting, for candidates no slower than the incumbent."""
+    instance = replace(instance, rules=free_chunks(instance.rules)) if instance.rules.even_chunks else instance
+    assume(count_plans(instance, MOST_PLANS) <= MOST_PLANS)
+    _, found = search_of(instance)
+    for corner in {one.corner for one in found if one.plan.degrees.vpp > 1}:
+        search, judged = search_of(instance)
+        judged.sort(key=lambda one: one.units)
+        within = judged[int(rank * (len(judged) - 1))]
+        search.offer(within.plan, candidate_of(within.corner))
+        own = [one for one in judged if one.corner == corner]
+        search.offer(own[-1].plan, candidate_of(corner))
+        candidate = candidate_of(corner)
+        memory = search.tables.memory(candidate.degrees, candidate.schedule)
+        option = Option(candidate, search.coefficients(candidate), memory, 0, search.worth(candidate))
+        with patch.multiple(module, TURNS=12, ROUNDS=6, MOST_WAYS=1 if many else 100):
+            bounds = list(raised(search, option))
+        assert search.incumbent is not None
+        assert bounds
+        if own[0].units <= search.incumbent.units:
+            assert max(bounds) <= own[0].units
+        else:
+            assert min(max(bounds), search.incumbent.units) <= own[0].units
+
+
+@pytest.mark.parametrize("seed", [2, 26])
+def test_deep_pipelines_have_a_gap_of_at_most_five_percent_before_cp_sat(seed: int) -> None:
+    """15 and 13 stages with two chunks each: 14 and 37 % by the mean over stages, (B3) and (B4)."""
+    search = opened(instance_with(seed))
+    assert search.incumbent is not None
+    search.prune(search.within())
+    tighten(search)
+    assert min(option.bound for option in search.open) >= 0.95 * search.incumbent.units
