@@ -43,13 +43,21 @@ from shardwise.formulations.layer_costs import Groups
 from shardwise.formulations.memory import (
     MIB,
     KindParams,
-    end_params_on_device,
+    end_units,
     head_activations_bytes,
     state_bytes,
     tied_copy,
 )
 from shardwise.formulations.schedule import DRAINED
-from shardwise.formulations.step_time import SyncRates, exchange_time_s, gathers_each_pass, hop_time_s, spans_of
+from shardwise.formulations.step_time import (
+    SyncRates,
+    exchange_time_s,
+    gathers_each_pass,
+    hop_time_s,
+    params_optimizer_s,
+    params_sync_s,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     from shardwise.formulations.candidates import Grid, GridShape, PlacementTable
@@ -127,7 +135,9 @@ class BestCase:
             if not found:
                 return None
             self.rates[key] = SyncRates(
-                min(rate.communication_s for rate in found), min(rate.optimizer_s for rate in found)
+                min(rate.communication_s for rate in found),
+                min(rate.optimizer_s for rate in found),
+                min(rate.frozen_s for rate in found),
             )
         return self.rates[key]
 
@@ -279,8 +289,10 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
                 expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
             if dense is None or expert is None or own is None:
                 continue
-            sync[index] = dense.communication_s * params.dense + expert.communication_s * params.expert
-            optimizer[index] = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+            sync[index], optimizer[index] = (
+                params_sync_s(dense, expert, params),
+                params_optimizer_s(dense, expert, params),
+            )
         moved, updated = sync[at[rows]], optimizer[at[rows]]
         floor = profile.dp_comm_floor * moved + updated
         hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
@@ -318,13 +330,8 @@ def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> Kind
     """Parameters of all layers, the embedding and the head on the devices of one pipeline."""
     instance = best.tables.instance
     kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
-    counts = best.tables.kind_counts
-    ends = end_params_on_device(instance, shape.tp, head=False)
-    ends += end_params_on_device(instance, shape.tp, head=True, with_tied_copy=tied)
-    return KindParams(
-        sum(int(n) * size.dense for n, size in zip(counts, kinds, strict=True)) + ends,
-        sum(int(n) * size.expert for n, size in zip(counts, kinds, strict=True)),
-    )
+    layers = (unit * int(n) for n, unit in zip(best.tables.kind_counts, kinds, strict=True))
+    return sum((*layers, *end_units(instance, shape.tp, with_tied_copy=tied)), KindParams(0, 0))
 
 
 def _divides(shape: GridShape, dp: int) -> bool:
