@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 Optimizer = Literal["adamw", "sgd"]
@@ -119,6 +119,12 @@ class Training:
     @property
     def tokens_per_step(self) -> int:
         return self.seq_len * self.global_batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, without those of adapters and of packing where there are none."""
+        unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
+        unused += ["lengths"] if self.lengths is None else []
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property
     def frozen(self) -> bool:
