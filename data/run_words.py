@@ -105,7 +105,7 @@ def lora_of(text: str, assumed: list[str]) -> dict[str, Any]:
     rank = re.search(r"\b(?:r|rank)\s*[=:]?\s*(\d{1,5})\b", text)
     if rank is None:
         raise InputError("LoRA: the rank is not stated, such as rank=16 in the column notes")
-    modules = "attention" if "attention" in text else "all"
+    modules = "attention" if re.search(r"(?:\bon|modules=)\s*attention", text) else "all"
     if modules == "all":
         assumed.append("adapters on all projections")
     return {

@@ -6,12 +6,13 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
 (T1) a forward pass of a chunk holds its stage for the sum of F over its layers, embedding or head included, + x of the
      link to the next chunk; a backward pass for the sum of B and of what is recomputed, + x of the link to the one
      before. A schedule that splits the backward pass takes w = gemm / 2 of the matrix products of B out of it, no more
-     than B, and computes it apart.
+     than B, and computes it apart; frozen matrices have no part in it.
 (T2) x_j = p2p_exposed hop_j + launches: sends and receives that the stage waits for. What is left of the transfer,
      L_j = max(0, 1 - p2p_exposed) hop_j, delays the other stage only.
 (T3) end_k of stage k: the timeline of the schedule (timeline, E1-E3).
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
-     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer
+     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer;
+     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline
 (T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
      (Qi et al., arXiv 2401.10241, section 4), so that stages stay apart from step to step, and
      T = overhead + max_k (end_k - start_k + X_k).
