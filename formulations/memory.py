@@ -28,7 +28,8 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      ZeRO-3 shards, gathers and (M7) keeps them like others. A projection K -> N that is adapted has the adapter A of
      r x K and B of N x r, r (K + N) parameters (Hu et al., arXiv 2106.09685, section 4.1) that (M1) counts, one for each
      expert. Of a matrix split by outputs B is split alike and A is whole on every rank, of one split by inputs A is split
-     and B whole (S-LoRA, arXiv 2311.03285, section 6; vLLM lora/layers does the same).
+     and B whole (vLLM lora/layers without fully_sharded_loras). Megatron-Bridge peft/utils.py ParallelLinearAdapter splits
+     both and gathers the r values a token between them: less memory than here, and one more collective.
 (M9) under LoRA a matrix keeps its input only for an adapter: without one in the feed-forward part its layer keeps neither
      the norm's output nor the products and permuted tokens that enter frozen matrices, and the head not the final
      norm's output. Adapters work in 16 bits, so that (M2) keeps inputs in them, and keep r values each besides. NF4 needs
