@@ -281,7 +281,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
         rows = (gathers_each_pass(zero, grid.pp)) == each_pass
         if not rows.any():
             continue
-        sync, optimizer = np.full((2, len(groups)), np.inf)
+        sync, optimizer = np.zeros(len(groups)), np.full(len(groups), np.inf)  # infinite where a group has no place
         for index, dp in enumerate(groups.tolist()):
             dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
             expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None

@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from universe import Corner, Judged, admitted, corners, examples, instance_of, instances, llama
+from universe import (
+    INFINIBAND,
+    NVLINK,
+    Corner,
+    Judged,
+    admitted,
+    corners,
+    examples,
+    instance_of,
+    instances,
+    llama,
+)
 
+from shardwise.data.profile import load_profile
+from shardwise.data.workload import Training
 from shardwise.formulations.bounds import grid_bounds, least_memory_bytes, memory_fits, shape_bound_s
 from shardwise.formulations.candidates import Candidate, enumerate_grids
 from shardwise.formulations.memory import MIB
@@ -90,6 +103,18 @@ def test_grid_bounds_are_below_the_fastest_plan_of_each_row(instance: Instance, 
         for row, seconds in rows.items():
             own = grid_bounds(search.best_case, grid, seconds)
             assert own[row] <= seconds
+
+
+def test_a_row_without_a_place_has_an_infinite_bound_where_all_sync_is_hidden() -> None:
+    # Seven replicas fit neither a node of six nor spread evenly over a node of six and one of two.
+    profile = replace(load_profile("megatron-core"), dp_comm_floor=0.0)
+    instance = instance_of(
+        sizes=(6, 2), links=(NVLINK, INFINIBAND), workload=Training(1024, 14), profile=profile, limits=("dp=7",)
+    )
+    search = Search(instance, None, None)
+    bounds = [grid_bounds(search.best_case, grid, None) for grid in search.enumerate()]
+    assert bounds
+    assert all(np.isposinf(bound).all() for bound in bounds)
 
 
 @examples(30)
