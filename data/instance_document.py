@@ -37,7 +37,7 @@ def instance_document(instance: Instance) -> dict[str, Any]:
     return {
         "model": _model_document(instance.model),
         "cluster": write_cluster_toml(instance.cluster),
-        "workload": asdict(instance.workload),
+        "workload": instance.workload.to_dict(),
         "rules": instance.rules.name,
         "profile": asdict(instance.profile),
         "limits": list(instance.limits.text),

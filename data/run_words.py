@@ -97,6 +97,24 @@ def precision_of(text: str, assumed: list[str]) -> Any:
     return "fp16" if text.startswith("fp16") and "bf16" not in text else "bf16"
 
 
+def lora_of(text: str, assumed: list[str]) -> dict[str, Any]:
+    """Rank, matrices and frozen precision of adapters, as fields of the workload; none where `text` names no LoRA."""
+    text = text.lower()
+    if "lora" not in text:
+        return {}
+    rank = re.search(r"\b(?:r|rank)\s*[=:]?\s*(\d{1,5})\b", text)
+    if rank is None:
+        raise InputError("LoRA: the rank is not stated, such as rank=16 in the column notes")
+    modules = "attention" if re.search(r"(?:\bon|modules=)\s*attention", text) else "all"
+    if modules == "all":
+        assumed.append("adapters on all projections")
+    return {
+        "lora_rank": int(rank[1]),
+        "lora_modules": modules,
+        "base_precision": "nf4" if "qlora" in text or "nf4" in text else "16bit",
+    }
+
+
 def attention_of(text: str, profile: str, assumed: list[str]) -> Any:
     text = text.lower()
     if "v1" in text or "triton" in text or text == "flash_attention":

@@ -24,6 +24,7 @@ from shardwise.data.run_words import (
     DISTRIBUTED,
     attention_of,
     fused_norm_of,
+    lora_of,
     precision_of,
     profile_of,
     recompute_of,
@@ -159,8 +160,7 @@ def run_of(row: Row) -> Run:
 def _modelled(run: Run) -> Run:
     row = run.row
     assumed: list[str] = []
-    if "lora" in (row["model"] + row.get("framework", "") + row.get("notes", "")[:80]).lower():
-        raise InputError("LoRA: frozen weights are not modelled yet")
+    lora = lora_of(" ".join((row["model"], row.get("framework", ""), row.get("notes", "")[:80])), assumed)
     faults = [f"{name} is empty" for name in ("n_gpus", "seq_len", "global_batch") if not row.get(name)]
     sharded = any(word in row.get("zero_fsdp", "").lower() for word in ("fsdp", "hsdp", "zero"))
     if not row.get("tp") and not sharded:
@@ -176,6 +176,7 @@ def _modelled(run: Run) -> Run:
         attention=attention_of(row.get("flash_attention", ""), run.profile, assumed),
         fused_norm=fused_norm_of(row, run.profile),
         fp32_gradients="fp32 grad" in row.get("precision", "").lower(),
+        **lora,
     )
     cluster = cluster_of(
         row["gpu"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 Optimizer = Literal["adamw", "sgd"]
@@ -11,22 +13,39 @@ Attention = Literal["flash", "flash2", "flash1", "unfused", "eager"]
 """The best flash kernel of the accelerator, FlashAttention-2 or 1 whatever the accelerator, matrix products with one
 fused softmax kernel, or with none."""
 
+LoraModules = Literal["attention", "all"]
+"""Matrices that are given adapters: those of the token mixers, or those of the feed-forward parts as well."""
+BasePrecision = Literal["16bit", "nf4"]
+"""What the frozen matrices of the layers are held in."""
+
 OPTIMIZER_STATE_BYTES: dict[str, int] = {"adamw": 12, "sgd": 8}
 """fp32 master weight and moments: AdamW keeps two, SGD one (Rajbhandari et al., arXiv 1910.02054, section 3.1)."""
+
+FROZEN_BYTES: dict[str, float] = {"16bit": 2.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}
+"""A frozen parameter. NF4 has 4 bits, and with double quantisation one 8-bit constant for 64 of them and one fp32 constant
+for 256 of those: 0.127 bits more (Dettmers et al., arXiv 2305.14314, section 3)."""
 
 PEAK_OF = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """Precisions by the peak of the accelerator that they run at, where the names differ."""
 
 MAX_SEQUENCE = 2**26
 MAX_BATCH = 2**24
+MAX_RANK = 2**14
+MAX_LENGTHS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One optimizer step of pre-training: `global_batch` sequences of `seq_len` tokens.
+    """One optimizer step: `global_batch` sequences of `seq_len` tokens.
 
     `attention` and `fused_norm` name the kernels that are there: norms are one kernel, or a chain of fp32 operations.
     `fp32_gradients` asks for accumulation in fp32 where the framework does not do so anyway.
+
+    `lora_rank` freezes every weight of the model and trains adapters of that rank beside the matrices that `lora_modules`
+    names (LoRA); `base_precision="nf4"` holds the frozen matrices of the layers in four bits (QLoRA).
+
+    `lengths` says that sequences are packed from documents that do not attend to each other: (length, share) pairs, the
+    shares counted in documents and in any unit. Documents longer than `seq_len` are cut; none are where it is None.
     """
 
     seq_len: int
@@ -36,6 +55,10 @@ class Training:
     attention: Attention = "flash"
     fused_norm: bool = True
     fp32_gradients: bool = False
+    lora_rank: int | None = None
+    lora_modules: LoraModules = "all"
+    base_precision: BasePrecision = "16bit"
+    lengths: Sequence[tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -54,11 +77,39 @@ class Training:
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),
             ("attention", self.attention, get_args(Attention)),
+            ("lora_modules", self.lora_modules, get_args(LoraModules)),
+            ("base_precision", self.base_precision, get_args(BasePrecision)),
         ):
             if chosen not in allowed:
                 faults.append(f"workload.{name}={chosen!r} must be one of {', '.join(allowed)}")
+        faults += self._lora_faults()
+        if self.lengths is not None:
+            wrong = length_faults(self.lengths)
+            faults += wrong
+            if not wrong:
+                object.__setattr__(self, "lengths", tuple((length, share) for length, share in self.lengths))
         if faults:
             raise ValueError("; ".join(faults))
+
+    def _lora_faults(self) -> list[str]:
+        rank = self.lora_rank
+        if rank is None:
+            return [
+                f"workload.{name}={value!r} needs workload.lora_rank"
+                for name, value, default in (
+                    ("lora_modules", self.lora_modules, "all"),
+                    ("base_precision", self.base_precision, "16bit"),
+                )
+                if value != default
+            ]
+        faults = []
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank <= MAX_RANK:
+            faults.append(f"workload.lora_rank={rank!r} must be a whole number between 1 and {MAX_RANK}")
+        if self.base_precision == "nf4" and self.precision not in ("bf16", "fp16"):
+            faults.append(
+                f"workload.base_precision='nf4' computes in 16 bits: workload.precision={self.precision!r} must be bf16 or fp16"
+            )
+        return faults
 
     @property
     def peak(self) -> str:
@@ -68,3 +119,44 @@ class Training:
     @property
     def tokens_per_step(self) -> int:
         return self.seq_len * self.global_batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, without those of adapters and of packing where there are none."""
+        unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
+        unused += ["lengths"] if self.lengths is None else []
+        return {name: value for name, value in asdict(self).items() if name not in unused}
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.lora_rank is not None
+
+    @property
+    def documents(self) -> tuple[tuple[float, float], ...]:
+        """Lengths of the pieces that attend to themselves alone, each with its share of the tokens; none without packing.
+
+        A document longer than a sequence is cut into whole sequences and a rest.
+        """
+        tokens: dict[float, float] = {}
+        for length, share in self.lengths or ():
+            whole, rest = divmod(length, self.seq_len)
+            for piece, held in ((float(self.seq_len), whole * self.seq_len), (rest, rest)):
+                if held:
+                    tokens[piece] = tokens.get(piece, 0.0) + share * held
+        every = math.fsum(tokens.values())
+        return tuple((length, held / every) for length, held in sorted(tokens.items()))
+
+
+def length_faults(lengths: object) -> list[str]:
+    """What is wrong with the (length, share) pairs of a workload."""
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not 0 < len(lengths) <= MAX_LENGTHS:
+        return [f"workload.lengths must be a list of 1 to {MAX_LENGTHS} pairs of a length and a share"]
+    faults = []
+    for index, pair in enumerate(lengths):
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            faults.append(f"workload.lengths[{index}]={pair!r} must be a pair of a length and a share")
+            continue
+        for name, value, least, most in (("length", pair[0], 1, MAX_SEQUENCE), ("share", pair[1], 1e-12, 1e12)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                faults.append(f"workload.lengths[{index}]: {name}={value!r} must be a number from {least} to {most}")
+    return faults

@@ -23,6 +23,11 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      the mean of (B3) grows by  m t_full (p v - 2) / p.
 (B7) quick: with m / p = B / (b dp p), b the micro-batch, the mean of (B3) gives  T >= overhead + B / (dp p) min W / b  for
      all micro-batches of one shape at once.
+(B8) recompute, any schedule: stage k has f_k micro-batches in flight on each of its layers at one moment, and so holds at
+     most c_k = spare / (s + f_k a) layers when it repeats none, s and a the least states and activations of a layer; each
+     layer more costs (s + f_k a) / (f_k a) repeated layers or more. Of all layers L - sum of c_k are beyond that, and W
+     grows by t_full for each. f_k is min(p - k, m) with v = 1 (the least of all schedules); interleaved with even chunks on
+     a stage between the first and the last, its passes in flight over v, by (B6); else 1.
 
 Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
@@ -30,7 +35,7 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,22 +47,41 @@ from shardwise.formulations.layer_costs import Groups
 from shardwise.formulations.memory import (
     MIB,
     KindParams,
-    end_params_on_device,
+    end_units,
     head_activations_bytes,
     state_bytes,
     tied_copy,
 )
 from shardwise.formulations.schedule import DRAINED
-from shardwise.formulations.step_time import SyncRates, exchange_time_s, gathers_each_pass, hop_time_s, spans_of
+from shardwise.formulations.step_time import (
+    SyncRates,
+    exchange_time_s,
+    gathers_each_pass,
+    hop_time_s,
+    params_optimizer_s,
+    params_sync_s,
+    spans_of,
+)
 
 if TYPE_CHECKING:
-    from shardwise.formulations.candidates import Grid, GridShape, PlacementTable
+    from shardwise.formulations.candidates import Column, Grid, GridShape, PlacementTable
     from shardwise.formulations.coefficients import CostTables, ShardTimes
     from shardwise.formulations.layer_costs import Sharding, ShardTerms, Spans
 
 Floats = npt.NDArray[np.float64]
 SAFETY = 1 - 1e-9
 """Float bounds are scaled down by this before they are compared: their own rounding never prunes an optimum."""
+
+
+class Pipelines(Protocol):
+    """Columns of pipelines, as `Grid` has them."""
+
+    @property
+    def pp(self) -> Column: ...
+    @property
+    def vpp(self) -> Column: ...
+    @property
+    def micro_batches(self) -> Column: ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +154,9 @@ class BestCase:
             if not found:
                 return None
             self.rates[key] = SyncRates(
-                min(rate.communication_s for rate in found), min(rate.optimizer_s for rate in found)
+                min(rate.communication_s for rate in found),
+                min(rate.optimizer_s for rate in found),
+                min(rate.frozen_s for rate in found),
             )
         return self.rates[key]
 
@@ -149,7 +175,7 @@ def work_bound_s(
     last_chunk
         n of (B3).
     repeated
-        Seconds per micro-batch that (B6) adds to W; 0 for v = 1.
+        Seconds per micro-batch that (B6) or (B8) adds to W.
     drains
         Whether the schedule's last backward pass on each stage is followed by those of the stages before it.
     even
@@ -165,7 +191,7 @@ def work_bound_s(
     chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
     chunk = chunk if even else np.ones_like(chunk)
     interleaved = mean + t * chunk * (p - 1) * (p - 2) / (2 * p)
-    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x), interleaved), largest))
+    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x + np.asarray(repeated)), interleaved), largest))
 
 
 def whole_layers_s(kinds_s: list[float], counts: npt.NDArray[np.int64], pp: npt.ArrayLike) -> Floats:
@@ -221,10 +247,9 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
     transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
-    repeated: Floats | float = 0.0
     if within_s is not None:
         last_chunk = last_chunk_layers(within_s, grid.micro_batches * fastest, layers)
-        repeated = _repeated(best, grid, last_chunk) * scale
+    repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
         work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
         drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
@@ -239,13 +264,56 @@ def _least_hop_s(best: BestCase, degrees: Degrees) -> float:
 
 
 def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
-    """(B6) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
+    """(B6), (B8) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
+    tables, shape = best.tables, grid.shape
+    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
+    groups, at_group = np.unique(grid.dp, return_inverse=True)
+    states, kept = least_of_a_layer(tables, shape, groups.tolist(), sizes.tolist(), pipelined=bool((grid.pp > 1).all()))
+    repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
+    layers = repeated_layers(tables, shape.schedule, grid, states[at_group], kept[at_size])
+    return np.asarray(np.maximum(layers, _repeated_chunks(best, grid, most)) * repeat[at_size])
+
+
+def least_of_a_layer(
+    tables: CostTables, shape: GridShape, groups: list[int], sizes: list[int], *, pipelined: bool
+) -> tuple[Floats, Floats]:
+    """Bytes of the states of the smallest layer for each number of replicas, and of what a layer keeps that is not
+    repeated in full for each size of micro-batch."""
+    instance = tables.instance
+    params = tables.kind_params(shape.tp, shape.ep, shape.etp)
+    states = [
+        min(state_bytes(instance, n, shape.degrees(1 + pipelined, 1, dp, 1)).total for n in params) for dp in groups
+    ]
+    kept = [min(min(a.none, a.selective) for a in tables.activations(shape.sharding(size))) for size in sizes]
+    return np.array(states), np.array(kept)
+
+
+def repeated_layers(tables: CostTables, schedule: str, grid: Pipelines, states: Floats, kept: Floats) -> Floats:
+    """(B8) Layers that no plan of a row avoids to repeat, with `states` and `kept` bytes of a layer at least."""
+    instance, p, v, m = tables.instance, grid.pp, grid.vpp, grid.micro_batches
+    spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
+    if spare <= 0:
+        return np.zeros(len(p))
+    even = instance.rules.even_chunks and schedule == "interleaved-1f1b"
+    stage = np.arange(int(p.max()))
+    left = p[:, None] - stage
+    single = np.minimum(left, m[:, None])
+    passes = np.minimum(2 * left - 1 + (v[:, None] - 1) * p[:, None], m[:, None] * v[:, None]) / v[:, None]
+    inner = (stage > 0) & (left > 1) & even
+    flying = np.where(v[:, None] == 1, single, np.where(inner, passes, 1.0))
+    flying = np.maximum(flying, 1.0)
+    room = np.where(left > 0, spare / np.maximum(states[:, None] + flying * kept[:, None], 1.0), 0.0)
+    most = np.where(left > 0, flying, 1.0).max(axis=1)
+    beyond = np.maximum(len(instance.model.layers) - room.sum(axis=1), 0.0)
+    return np.where(kept > 0, beyond * (1 + states / np.maximum(most * kept, 1.0)), 0.0)
+
+
+def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
+    """(B6) Layers that are repeated in the middle chunks."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
-    out = np.zeros(len(grid))
     rules = instance.rules
     if not (rules.uniform_recompute and rules.even_chunks) or shape.schedule != "interleaved-1f1b":
-        return out
-    params = tables.kind_params(shape.tp, shape.ep, shape.etp)
+        return np.zeros(len(grid))
     middle = np.maximum(grid.pp - 2, 1)
     held = np.ceil(np.maximum(len(instance.model.layers) - 2 * most, 0) / middle)
     passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
@@ -253,16 +321,10 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
     groups, at_group = np.unique(grid.dp, return_inverse=True)
     sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
-    states = np.array(
-        [min(state_bytes(instance, n, shape.degrees(2, 1, int(dp), 1)).total for n in params) for dp in groups]
-    )
-    kept = np.array(
-        [min(min(a.none, a.selective) for a in tables.activations(shape.sharding(int(size)))) for size in sizes]
-    )
-    repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
+    states, kept = least_of_a_layer(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True)
     over = held * (states[at_group] + flying * kept[at_size]) > spare
     chosen = over & (grid.vpp > 1) & (grid.pp > 2)
-    return np.asarray(np.where(chosen, repeat[at_size], 0.0) * (grid.pp * grid.vpp - 2))
+    return np.asarray(np.where(chosen, grid.pp * grid.vpp - 2.0, 0.0))
 
 
 def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
@@ -276,7 +338,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
         rows = (gathers_each_pass(zero, grid.pp)) == each_pass
         if not rows.any():
             continue
-        sync, optimizer = np.zeros(len(groups)), np.full(len(groups), np.inf)  # groups without a place never finish
+        sync, optimizer = np.zeros(len(groups)), np.full(len(groups), np.inf)  # infinite where a group has no place
         for index, dp in enumerate(groups.tolist()):
             dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
             expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None
@@ -284,8 +346,10 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
                 expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
             if dense is None or expert is None or own is None:
                 continue
-            sync[index] = dense.communication_s * params.dense + expert.communication_s * params.expert
-            optimizer[index] = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+            sync[index], optimizer[index] = (
+                params_sync_s(dense, expert, params),
+                params_optimizer_s(dense, expert, params),
+            )
         moved, updated = sync[at[rows]], optimizer[at[rows]]
         floor = profile.dp_comm_floor * moved + updated
         hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
@@ -323,13 +387,8 @@ def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> Kind
     """Parameters of all layers, the embedding and the head on the devices of one pipeline."""
     instance = best.tables.instance
     kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
-    counts = best.tables.kind_counts
-    ends = end_params_on_device(instance, shape.tp, head=False)
-    ends += end_params_on_device(instance, shape.tp, head=True, with_tied_copy=tied)
-    return KindParams(
-        sum(int(n) * size.dense for n, size in zip(counts, kinds, strict=True)) + ends,
-        sum(int(n) * size.expert for n, size in zip(counts, kinds, strict=True)),
-    )
+    layers = (unit * int(n) for n, unit in zip(best.tables.kind_counts, kinds, strict=True))
+    return sum((*layers, *end_units(instance, shape.tp, with_tied_copy=tied)), KindParams(0, 0))
 
 
 def _divides(shape: GridShape, dp: int) -> bool:

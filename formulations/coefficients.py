@@ -29,7 +29,7 @@ from shardwise.formulations.memory import (
     MIB,
     ActivationBytes,
     KindParams,
-    end_params_on_device,
+    end_units,
     gather_buffer_bytes,
     head_activations_bytes,
     kind_params_on_device,
@@ -47,6 +47,8 @@ from shardwise.formulations.step_time import (
     hop_times_s,
     lag_time_s,
     pair_rate_s,
+    params_optimizer_s,
+    params_sync_s,
     spans_of,
     split_spans,
     straggling,
@@ -180,10 +182,11 @@ class CostTables:
         return self._rates[key]
 
     def kind_params(self, tp: int, ep: int = 1, etp: int = 0) -> tuple[KindParams, ...]:
-        """Parameters of one layer of each kind on one device."""
+        """What one device holds of one layer of each kind."""
         key = (tp, ep, etp or tp)
         if key not in self._params:
-            self._params[key] = tuple(kind_params_on_device(kind, *key) for kind in self.instance.model.kinds)
+            workload = self.instance.workload
+            self._params[key] = tuple(kind_params_on_device(kind, *key, workload) for kind in self.instance.model.kinds)
         return self._params[key]
 
     def activations(self, sharding: Sharding) -> tuple[ActivationBytes, ...]:
@@ -212,10 +215,8 @@ class CostTables:
         times, terms = self.times(sharding, groups), self.terms(sharding, groups)
         scale = straggling(instance, degrees.devices)
         apart = tied_copy(instance, degrees.pp, schedule)
-        embedding_params = end_params_on_device(instance, degrees.tp, head=False)
-        head_params = end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=apart)
-        params = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp)]
-        params += [KindParams(embedding_params, 0), KindParams(head_params, 0)]
+        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        params = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = self.group_rates(degrees, placement, schedule)
         units, tails = [], []
         for index, (size, time) in enumerate(zip(params, (*times.kinds, times.embedding, times.head), strict=True)):
@@ -224,7 +225,7 @@ class CostTables:
             tails.append(self._tails(dense, expert, size, units[-1]))
         weights = [weight_gradient_s(own, profile) * scale for own in (*terms.kinds, terms.embedding, terms.head)]
         hops = hop_times_s(instance, degrees, placement)
-        tied = tied_sync_s(instance, degrees, placement, embedding_params) if apart else 0.0
+        tied = tied_sync_s(instance, degrees, placement, ends[0].dense) if apart else 0.0
         return TimeCoefficients(
             forward=tuple(time.forward_s for time in units),
             backward=tuple(time.backward_s for time in units),
@@ -278,8 +279,7 @@ class CostTables:
     def _tails(self, dense: SyncRates, expert: SyncRates, params: KindParams, time: LayerTime) -> tuple[float, float]:
         """(T4) The two tails of parameters whose passes take `time`."""
         profile = self.instance.profile
-        sync = dense.communication_s * params.dense + expert.communication_s * params.expert
-        optimizer = dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+        sync, optimizer = params_sync_s(dense, expert, params), params_optimizer_s(dense, expert, params)
         hidden = profile.dp_comm_overlap * time.both_s if sync else 0.0
         return profile.dp_comm_floor * sync + optimizer, sync - hidden + optimizer
 
@@ -297,18 +297,17 @@ class CostTables:
         instance, tp = self.instance, degrees.tp
         sharding = sharding_of(degrees)
         activations = self.activations(sharding)
-        embedding = end_params_on_device(instance, tp, head=False)
-        head = end_params_on_device(instance, tp, head=True, with_tied_copy=apart)
+        embedding, head = end_units(instance, tp, with_tied_copy=apart)
         kinds = self.kind_params(tp, degrees.ep, degrees.etp)
         return MemoryCoefficients(
             state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),
             activations=activations,
-            embedding=mib_up(state_bytes(instance, KindParams(embedding, 0), degrees).total),
-            head=mib_up(state_bytes(instance, KindParams(head, 0), degrees).total)
+            embedding=mib_up(state_bytes(instance, embedding, degrees).total),
+            head=mib_up(state_bytes(instance, head, degrees).total)
             + mib_up(head_activations_bytes(instance, sharding)),
             fixed=mib_up(instance.profile.memory_reserve_bytes)
             + mib_up(transfer_buffer_bytes(instance, degrees))
-            + mib_up(gather_buffer_bytes(kinds, degrees)),
+            + mib_up(gather_buffer_bytes(instance, kinds, degrees)),
             working=max(mib_up(kept.working) for kept in activations),
             capacity=self.capacity_mib,
         )

@@ -71,19 +71,24 @@ def attention_time_s(
     *,
     causal: bool = True,
     window: int | None = None,
+    keys: float | None = None,
     direction: Literal["forward", "backward"] = "forward",
     kernel: str = "flash",
     precision: str = "bf16",
 ) -> float:
-    """Return the seconds of one pass of softmax attention: `kernel` is flash or flash1 (K3), unfused or eager (K4)."""
+    """Return the seconds of one pass of softmax attention: `kernel` is flash or flash1 (K3), unfused or eager (K4).
+
+    `keys` are those that a query meets where neither `causal` nor `window` tells, as in packed sequences; (K4) computes
+    all of them.
+    """
     if kernel in UNFUSED_BYTES:
         return _unfused_s(accelerator, batch * heads, seq, head_dim, v_head_dim, direction, precision, kernel)
     curve = attention_curve(accelerator, precision)
     dims = head_dim + v_head_dim
     softmax = (1 + 2 * curve.softmax_dim / dims) / (1 + curve.softmax_dim / MEASURED_HEAD_DIM)
     rows = batch * heads * seq + curve.c_rows
-    keys = keys_per_query(seq, causal=causal, window=window) + curve.c_keys
-    compute_s = 2 * dims * rows * keys * softmax / (curve.flops_per_s * curve.efficiency)
+    met = keys_per_query(seq, causal=causal, window=window) if keys is None else keys
+    compute_s = 2 * dims * rows * (met + curve.c_keys) * softmax / (curve.flops_per_s * curve.efficiency)
     if kernel in ("flash1", "flash2"):
         compute_s /= (FLASH1_RATE if kernel == "flash1" else 1.0) * curve.flash2_rate
     memory_s = 2 * batch * seq * (heads + kv_heads) * dims / curve.bytes_per_s

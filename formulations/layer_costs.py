@@ -26,17 +26,40 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
 (L8) the head is the matrix h -> V / t with V padded to a multiple of 128 t (Megatron vocab_utils), and a cross entropy
      in fp32: 28 bytes a logit forward (cast, maximum, shift, exponentials, sum, division), 14 backward.
 (L9) the host issues one launch per kernel and collective; the backward pass issues twice as many.
+(L10) under LoRA a frozen matrix has GEMM(x, N, K) forward and GEMM(x, K, N) for the data gradient, no weight gradient and
+     no accumulation; the embedding has no backward pass. An adapted one has B (A x) beside it (Hu et al., arXiv
+     2106.09685, section 4.1), two trained matrices K -> r and r -> N by (L1) in 16 bits, a scaling and an addition that
+     touch 5 N values a token by (L4), and four launches, as PEFT and torchtune run it; no dropout. A fused projection
+     has one adapter for each matrix that it joins, a recurrent mixer one for each of its two. What adapters of
+     row-parallel matrices add is part of the sum of (L5); that of the gradients of the factors that (M8) holds whole over
+     t ranks, once a step, is not counted. The first layer's data gradient is.
+(L11) matrices in four bits are unpacked ahead of each GEMM of both passes (Dettmers et al., arXiv 2305.14314, section 3):
+     read as they are held, written in 16 bits, three launches (constants, their offset, weights).
+(L12) in packed sequences a query meets keys of its own document only. With shares p_l of documents of length l, the
+     keys(S) of (K3) become  sum p_l l keys(l) / sum p_l l,  for causal attention (E[l^2] / E[l] + 1) / 2. Kernels that
+     compute the whole S x S matrix and mask it (K4) gain nothing. Context parallelism is taken to split each document
+     evenly, as Megatron's thd format does (Transformer Engine attention); where it splits the sequence instead, the
+     busiest rank has up to c times the mean, so that the core takes at most c times as long as (L2) says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
+from shardwise.data.adapters import adapts
 from shardwise.data.cluster import Link
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
+from shardwise.data.workload import FROZEN_BYTES
 from shardwise.formulations.collectives import collective_time_s
-from shardwise.formulations.kernels import attention_time_s, gemm_time_s, grouped_gemm_time_s, memory_bound_time_s
+from shardwise.formulations.kernels import (
+    attention_time_s,
+    gemm_time_s,
+    grouped_gemm_time_s,
+    keys_per_query,
+    memory_bound_time_s,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -57,6 +80,8 @@ LATENT_LAUNCHES = 10
 MLP_LAUNCHES = 4
 MOE_LAUNCHES = 60
 RECURRENT_LAUNCHES = 11
+ADAPTER_VALUES, ADAPTER_LAUNCHES = 5, 4
+UNPACK_LAUNCHES = 3
 
 Spans = tuple[tuple[int, Link], ...]
 
@@ -99,6 +124,8 @@ class LayerTerms:
         Collectives of the axis in isolation, before any overlap.
     launches, collectives
         Kernels, and collectives of tensor parallelism, of the forward pass.
+    gemm_frozen
+        The part of `gemm_backward` that comes without a weight gradient (L10).
     """
 
     gemm_forward: float = 0.0
@@ -115,6 +142,7 @@ class LayerTerms:
     expert_backward: float = 0.0
     launches: float = 0.0
     collectives: float = 0.0
+    gemm_frozen: float = 0.0
 
     def __add__(self, other: LayerTerms) -> LayerTerms:
         return LayerTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
@@ -164,7 +192,8 @@ def shard_terms(instance: Instance, sharding: Sharding, groups: Groups) -> Shard
             total += _expert_exchange(instance, kind.ffn, sharding, groups)
         kinds.append(total)
     end = LayerTerms(tensor_forward=once, tensor_backward=once, launches=turns, collectives=turns)
-    return ShardTerms(tuple(kinds), compute.embedding + end, compute.head + end)
+    start = replace(end, tensor_backward=0.0) if instance.workload.frozen else end
+    return ShardTerms(tuple(kinds), compute.embedding + start, compute.head + end)
 
 
 def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
@@ -252,6 +281,62 @@ def routed_bytes(instance: Instance, part: Moe, sharding: Sharding) -> float:
     return ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
 
 
+def _linear(
+    instance: Instance, tokens: float, widths: tuple[int, ...], k: int, part: Literal["mixer", "ffn"]
+) -> LayerTerms:
+    """(L1), (L10), (L11) of a projection of a layer: matrices from k to each of `widths`, joined in one product."""
+    workload, n = instance.workload, sum(widths)
+    if workload.lora_rank is None:
+        return _matrix(instance, tokens, n, k)
+    total = _frozen_matrix(instance, tokens, n, k) + _unpacked(instance, n * k)
+    if adapts(workload, part):
+        rank, precision = workload.lora_rank, sixteen_bit(workload.precision)
+        for width in widths:
+            total += _matrix(instance, tokens, rank, k, precision) + _matrix(instance, tokens, width, rank, precision)
+        total += _added(instance, tokens, widths)
+    return total
+
+
+def _expert_linear(instance: Instance, experts: int, tokens: float, widths: tuple[int, ...], k: int) -> LayerTerms:
+    """The same over all experts."""
+    workload, n = instance.workload, sum(widths)
+    if workload.lora_rank is None:
+        return _expert_matrix(instance, experts, tokens, n, k)
+    trained = _expert_matrix(instance, experts, tokens, n, k)
+    data = trained.gemm_backward - trained.gemm_forward
+    total = LayerTerms(trained.gemm_forward, data, gemm_frozen=data) + _unpacked(instance, experts * n * k)
+    if adapts(workload, "ffn"):
+        rank, precision = workload.lora_rank, sixteen_bit(workload.precision)
+        for width in widths:
+            total += _expert_matrix(instance, experts, tokens, rank, k, precision)
+            total += _expert_matrix(instance, experts, tokens, width, rank, precision)
+        total += _added(instance, tokens, widths)
+    return total
+
+
+def _frozen_matrix(instance: Instance, tokens: float, n: float, k: float, precision: str | None = None) -> LayerTerms:
+    """(L10) Forward and data-gradient products of a k -> n matrix."""
+    accelerator, precision = instance.accelerator, precision or instance.workload.peak
+    data = gemm_time_s(accelerator, tokens, k, n, precision)
+    return LayerTerms(gemm_time_s(accelerator, tokens, n, k, precision), data, gemm_frozen=data)
+
+
+def _unpacked(instance: Instance, params: float) -> LayerTerms:
+    """(L11)."""
+    held = instance.workload.base_precision
+    if held == "16bit":
+        return LayerTerms()
+    size = (FROZEN_BYTES[held] + FROZEN_BYTES["16bit"]) * params
+    once = memory_bound_time_s(instance.accelerator, size, 0)
+    return LayerTerms(traffic_forward=once, traffic_backward=once, launches=UNPACK_LAUNCHES)
+
+
+def _added(instance: Instance, tokens: float, widths: tuple[int, ...]) -> LayerTerms:
+    """(L10) What scaling and adding the outputs of adapters touches."""
+    launches = LayerTerms(launches=ADAPTER_LAUNCHES * len(widths))
+    return _traffic(instance, ADAPTER_VALUES * tokens * sum(widths)) + launches
+
+
 def _matrix(instance: Instance, tokens: float, n: float, k: float, precision: str | None = None) -> LayerTerms:
     """(L1) Forward, data-gradient and weight-gradient products of a k -> n matrix."""
     accelerator, precision = instance.accelerator, precision or instance.workload.peak
@@ -262,9 +347,11 @@ def _matrix(instance: Instance, tokens: float, n: float, k: float, precision: st
     return LayerTerms(forward, data + weight, traffic_backward=added)
 
 
-def _expert_matrix(instance: Instance, experts: int, tokens: float, n: float, k: float) -> LayerTerms:
+def _expert_matrix(
+    instance: Instance, experts: int, tokens: float, n: float, k: float, precision: str | None = None
+) -> LayerTerms:
     """(L1) over all experts: `tokens` routed tokens spread evenly over `experts` equal matrices."""
-    accelerator, precision = instance.accelerator, instance.workload.peak
+    accelerator, precision = instance.accelerator, precision or instance.workload.peak
     forward = grouped_gemm_time_s(accelerator, experts, tokens, n, k, precision)
     data = grouped_gemm_time_s(accelerator, experts, tokens, k, n, precision)
     added = memory_bound_time_s(accelerator, ACCUMULATED_BYTES * experts * n * k, 0)
@@ -311,19 +398,20 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
     kv_heads = max(part.kv_heads // tp, 1)
     q_width, out_width = heads * part.head_dim, heads * part.v_head_dim
     if part.latent is None:
-        kv_width = kv_heads * (part.head_dim + part.v_head_dim)
-        total = _matrix(instance, tokens, q_width + kv_width, hidden)
+        kv_widths = kv_heads * part.head_dim, kv_heads * part.v_head_dim
+        total = _linear(instance, tokens, (q_width, *kv_widths), hidden, "mixer")
         rotary = q_width + kv_heads * part.head_dim
     else:
         latent = part.latent
         kv_heads = heads
-        total = _matrix(instance, tokens, latent.kv_rank + latent.qk_rope_dim, hidden)
-        total += _matrix(instance, tokens, heads * (latent.qk_nope_dim + part.v_head_dim), latent.kv_rank)
+        kv_width = heads * (latent.qk_nope_dim + part.v_head_dim)
+        total = _linear(instance, tokens, (latent.kv_rank + latent.qk_rope_dim,), hidden, "mixer")
+        total += _linear(instance, tokens, (kv_width,), latent.kv_rank, "mixer")
         if latent.q_rank:
-            total += _matrix(instance, tokens, latent.q_rank, hidden)
-        total += _matrix(instance, tokens, q_width, latent.q_rank or hidden)
+            total += _linear(instance, tokens, (latent.q_rank,), hidden, "mixer")
+        total += _linear(instance, tokens, (q_width,), latent.q_rank or hidden, "mixer")
         rotary = 2 * q_width
-    total += _matrix(instance, tokens, hidden, out_width)
+    total += _linear(instance, tokens, (hidden,), out_width, "mixer")
     total += _traffic(instance, 2 * tokens * rotary)
     kernel = softmax_kernel(instance, sharding, heads)
     core = [
@@ -336,6 +424,7 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
             part.head_dim,
             part.v_head_dim,
             window=part.window,
+            keys=packed_keys(instance, part.window),
             direction=direction,
             kernel=kernel,
             precision=sixteen_bit(instance.workload.precision),
@@ -344,6 +433,15 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
     ]
     launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel] + (LATENT_LAUNCHES if part.latent else 0)
     return total + LayerTerms(core_forward=core[0], core_backward=core[1], launches=launches)
+
+
+@lru_cache(maxsize=64)
+def packed_keys(instance: Instance, window: int | None, *, causal: bool = True) -> float | None:
+    """(L12) Keys that a query meets in its own document; None without packing."""
+    documents = instance.workload.documents
+    if not documents:
+        return None
+    return sum(share * keys_per_query(length, causal=causal, window=window) for length, share in documents)
 
 
 def softmax_kernel(instance: Instance, sharding: Sharding, heads: int) -> str:
@@ -366,7 +464,7 @@ def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Shar
         inner = max(part.value_heads * part.value_dim // tp, 1)
         state = part.key_dim
         width = 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
-    total = _matrix(instance, tokens, width, hidden) + _matrix(instance, tokens, hidden, inner)
+    total = _linear(instance, tokens, (width,), hidden, "mixer") + _linear(instance, tokens, (hidden,), inner, "mixer")
     total += _traffic(instance, 2 * tokens * (width + 2 * inner))
     precision = sixteen_bit(instance.workload.precision)
     scan = gemm_time_s(instance.accelerator, tokens, inner, 2 * state + SCAN_CHUNK, precision)
@@ -378,8 +476,8 @@ def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding,
     width = max(intermediate // sharding.tp, 1)
     inputs = 2 if gated else 1
     return (
-        _matrix(instance, tokens, inputs * width, instance.model.hidden)
-        + _matrix(instance, tokens, instance.model.hidden, width)
+        _linear(instance, tokens, (width,) * inputs, instance.model.hidden, "ffn")
+        + _linear(instance, tokens, (instance.model.hidden,), width, "ffn")
         + _traffic(instance, (inputs + 1) * tokens * width)
         + LayerTerms(launches=MLP_LAUNCHES)
     )
@@ -393,10 +491,11 @@ def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> La
     routed = tokens / share * part.top_k * (sharding.etp if sharding.spread else 1)
     experts = max(part.experts // sharding.ep, 1)
     inputs = 2 if part.gated else 1
-    total = _matrix(instance, tokens / share, part.experts, hidden) + LayerTerms(launches=MOE_LAUNCHES)
+    router = _frozen_matrix if instance.workload.frozen else _matrix
+    total = router(instance, tokens / share, part.experts, hidden) + LayerTerms(launches=MOE_LAUNCHES)
     total += _traffic(instance, 4 * routed * hidden)  # permute and unpermute: read and write each
-    total += _expert_matrix(instance, experts, routed, inputs * width, hidden)
-    total += _expert_matrix(instance, experts, routed, hidden, width)
+    total += _expert_linear(instance, experts, routed, (width,) * inputs, hidden)
+    total += _expert_linear(instance, experts, routed, (hidden,), width)
     total += _traffic(instance, (inputs + 1) * routed * width)
     if part.shared_intermediate:
         total += _mlp(instance, part.shared_intermediate, part.gated, sharding, tokens)
@@ -405,7 +504,8 @@ def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> La
 
 def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:
     """Lookup of one row per token: read and write."""
-    return _traffic(instance, 2 * _tokens(instance, sharding) * instance.model.hidden) + LayerTerms(launches=2)
+    moved = _traffic(instance, 2 * _tokens(instance, sharding) * instance.model.hidden) + LayerTerms(launches=2)
+    return replace(moved, traffic_backward=0.0) if instance.workload.frozen else moved
 
 
 def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
@@ -413,9 +513,9 @@ def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
     tokens = _tokens(instance, sharding)
     width = padded_vocab(instance.model.vocab, sharding.tp) // sharding.tp
     forward, backward = (memory_bound_time_s(instance.accelerator, size * tokens * width, 0) for size in LOSS_BYTES)
-    matrix = _matrix(instance, tokens, width, instance.model.hidden, sixteen_bit(instance.workload.precision))
+    product = _frozen_matrix if instance.workload.frozen else _matrix
     return (
-        matrix
+        product(instance, tokens, width, instance.model.hidden, sixteen_bit(instance.workload.precision))
         + _traffic(instance, NORM_VALUES[instance.workload.fused_norm] * tokens * instance.model.hidden)
         + LayerTerms(traffic_forward=forward, traffic_backward=backward, launches=8)
     )

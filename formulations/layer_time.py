@@ -74,8 +74,8 @@ def layer_time(terms: LayerTerms, profile: Profile, tp: Number, *, scale: Number
 
 
 def weight_gradient_s(terms: LayerTerms, profile: Profile) -> Number:
-    """The half of the backward pass's matrix products that no other stage waits for."""
-    return profile.gemm * terms.gemm_backward / 2
+    """The half of the backward pass's matrix products that no other stage waits for; none of those of frozen matrices."""
+    return profile.gemm * (terms.gemm_backward - terms.gemm_frozen) / 2
 
 
 def time_by_cause(terms: LayerTerms, profile: Profile) -> dict[str, Number]:

@@ -23,6 +23,17 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
 (M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
 (M7) in a pipeline FSDP2 keeps the stage's weights gathered, in 16 bits beside the shards, and its gradients whole until
      the last backward pass (torch distributed/pipelining/stage.py `backward_maybe_with_nosync`).
+(M8) under LoRA every weight of the model is frozen: 2 bytes whatever (M1) says, or 0.516 with NF4 for the projections of
+     the layers (`data.workload.FROZEN_BYTES`; norms, routers, embedding and head keep 2), and no gradients and no states.
+     ZeRO-3 shards, gathers and (M7) keeps them like others. A projection K -> N that is adapted has the adapter A of
+     r x K and B of N x r, r (K + N) parameters (Hu et al., arXiv 2106.09685, section 4.1) that (M1) counts, one for each
+     expert. Of a matrix split by outputs B is split alike and A is whole on every rank, of one split by inputs A is split
+     and B whole (vLLM lora/layers without fully_sharded_loras). Megatron-Bridge peft/utils.py ParallelLinearAdapter splits
+     both and gathers the r values a token between them: less memory than here, and one more collective.
+(M9) under LoRA a matrix keeps its input only for an adapter: without one in the feed-forward part its layer keeps neither
+     the norm's output nor the products and permuted tokens that enter frozen matrices, and the head not the final
+     norm's output. Adapters work in 16 bits, so that (M2) keeps inputs in them, and keep r values each besides. NF4 needs
+     one matrix (or one matrix of all local experts) in 16 bits while it is multiplied by.
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
@@ -33,14 +44,16 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from shardwise.data.adapters import adapts, is_adapted, is_projection
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.pipeline import FOLDED
-from shardwise.data.workload import OPTIMIZER_STATE_BYTES
+from shardwise.data.workload import FROZEN_BYTES, OPTIMIZER_STATE_BYTES
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, padded_vocab
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees
+    from shardwise.data.workload import Training
     from shardwise.formulations.layer_costs import Sharding
 
 MIB = 2**20
@@ -57,14 +70,34 @@ NARROW_PEAKS = ("fp8", "fp4")
 
 @dataclass(frozen=True, slots=True)
 class KindParams:
-    """Parameters on one device: routed experts apart, since other ranks share them."""
+    """What is trained on one device: routed experts apart, since other ranks share them. Likewise the bytes of weights
+    that are frozen."""
 
     dense: int
     expert: int
+    frozen: int = 0
+    frozen_expert: int = 0
 
     @property
     def total(self) -> int:
+        """Trained parameters."""
         return self.dense + self.expert
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Everything that a pass needs, as it is sent."""
+        return WEIGHT_BYTES * self.total + self.frozen + self.frozen_expert
+
+    def __add__(self, other: KindParams) -> KindParams:
+        return KindParams(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.frozen + other.frozen,
+            self.frozen_expert + other.frozen_expert,
+        )
+
+    def __mul__(self, count: int) -> KindParams:
+        return KindParams(self.dense * count, self.expert * count, self.frozen * count, self.frozen_expert * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +141,32 @@ def tensor_params_on_device(tensor: Tensor, tp: int, kv_heads: int) -> int:
     return -(-tensor.params // ways)
 
 
-def kind_params_on_device(kind: LayerKind, tp: int, ep: int = 1, etp: int = 0) -> KindParams:
-    """Parameters of one layer of `kind` on one device."""
+def adapter_params_on_device(tensor: Tensor, rank: int, tp: int, kv_heads: int) -> int:
+    """(M8) Parameters of A and B beside `tensor` on one of `tp` devices."""
+    outputs, inputs = tensor.shape
+    ways = {"none": 1, "kv_heads": min(tp, kv_heads)}.get(tensor.shard, tp)
+    by_inputs = tensor.shard == "row"
+    a = -(-inputs // ways) if by_inputs else inputs
+    b = outputs if by_inputs else -(-outputs // ways)
+    return rank * (a + b) * tensor.count
+
+
+def kind_params_on_device(
+    kind: LayerKind, tp: int, ep: int = 1, etp: int = 0, workload: Training | None = None
+) -> KindParams:
+    """What one device holds of one layer of `kind`: everything trained, or (M8) as `workload` says."""
     kv_heads = kind.mixer.kv_heads if isinstance(kind.mixer, Attention) else tp
-    dense = expert = 0
+    total = KindParams(0, 0)
     for tensor in kind.tensors:
-        if tensor.expert:
-            expert += -(-tensor_params_on_device(tensor, etp or tp, kv_heads) // ep)
-        else:
-            dense += tensor_params_on_device(tensor, tp, kv_heads)
-    return KindParams(dense, expert)
+        ways, among = (etp or tp, ep) if tensor.expert else (tp, 1)
+        trained, frozen = -(-tensor_params_on_device(tensor, ways, kv_heads) // among), 0
+        if workload is not None and workload.lora_rank is not None:
+            frozen = ceil(trained * FROZEN_BYTES[workload.base_precision if is_projection(tensor) else "16bit"])
+            adapted = is_adapted(workload, tensor)
+            trained = adapter_params_on_device(tensor, workload.lora_rank, ways, kv_heads) if adapted else 0
+            trained = -(-trained // among)
+        total += KindParams(0, trained, 0, frozen) if tensor.expert else KindParams(trained, 0, frozen)
+    return total
 
 
 def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_copy: bool = False) -> int:
@@ -134,23 +183,36 @@ def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_c
     return total + (padded // tp * model.hidden if with_tied_copy else 0)
 
 
+def end_units(instance: Instance, tp: int, *, with_tied_copy: bool = False) -> tuple[KindParams, KindParams]:
+    """What one of `tp` devices holds of the embedding and of the head."""
+    counts = (
+        end_params_on_device(instance, tp, head=False),
+        end_params_on_device(instance, tp, head=True, with_tied_copy=with_tied_copy),
+    )
+    frozen = instance.workload.frozen
+    embedding, head = (KindParams(0, 0, WEIGHT_BYTES * n) if frozen else KindParams(n, 0) for n in counts)
+    return embedding, head
+
+
 def state_bytes(instance: Instance, params: KindParams, degrees: Degrees) -> StateBytes:
-    """(M1), (M7) of parameters held by one device."""
+    """(M1), (M7), (M8) of parameters held by one device."""
     shards = (degrees.cp * degrees.dp_shard, degrees.expert_dp_shard)
+    held = ((params.dense, params.frozen), (params.expert, params.frozen_expert))
     dense, expert = (
-        _state(instance, count, shard, degrees.zero, whole=degrees.pp > 1)
-        for count, shard in zip((params.dense, params.expert), shards, strict=True)
+        _state(instance, count, frozen, shard, degrees.zero, whole=degrees.pp > 1)
+        for (count, frozen), shard in zip(held, shards, strict=True)
     )
     return dense + expert
 
 
-def _state(instance: Instance, params: int, shard: int, zero: int, *, whole: bool) -> StateBytes:
+def _state(instance: Instance, params: int, frozen: int, shard: int, zero: int, *, whole: bool) -> StateBytes:
     profile = instance.profile
     resident = profile.weight_bytes
     states = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] - (FP32_BYTES if resident == FP32_BYTES else 0)
-    gathered = WEIGHT_BYTES if whole and zero >= 3 and shard > 1 else 0
+    split = shard if zero >= 3 else 1
+    again = 1 if whole and split > 1 else 0
     return StateBytes(
-        (resident / (shard if zero >= 3 else 1) + gathered) * params,
+        (resident / split + WEIGHT_BYTES * again) * params + (1 / split + again) * frozen,
         resident_gradient_bytes(instance) * params / (shard if zero >= 2 and not whole else 1),
         states * params / (shard if zero >= 1 else 1),
     )
@@ -163,10 +225,11 @@ def resident_gradient_bytes(instance: Instance) -> float:
 
 
 def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -> ActivationBytes:
-    """(M2), (M3), (M5) of one layer and one micro-batch."""
+    """(M2), (M3), (M5), (M9) of one layer and one micro-batch."""
     hidden, workload, tp = instance.model.hidden, instance.workload, sharding.tp
     split = tp if sharding.sequence_parallel else 1
-    values = plain = core = products = inputs = 0.0
+    values = products = _adapter_values(workload, kind, sharding)
+    plain = core = inputs = 0.0
     for part in (kind.mixer, kind.ffn):
         if part is None:
             continue
@@ -200,8 +263,8 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
             products += kept
             inputs += kept / 3
     tokens = sharding.micro_batch * workload.seq_len / sharding.cp * activation_scale(instance)
-    everything = ACTIVATION_BYTES * values + plain
-    if workload.peak in NARROW_PEAKS:
+    everything = ACTIVATION_BYTES * (values - _unneeded_values(workload, kind, hidden, sharding)) + plain
+    if workload.peak in NARROW_PEAKS and not workload.frozen:
         everything -= inputs
     kept_input = min(ACTIVATION_BYTES * hidden / split, everything)  # a layer without parts keeps nothing to begin with
     selective = everything - core
@@ -213,6 +276,27 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
     )
 
 
+def _adapter_values(workload: Training, kind: LayerKind, sharding: Sharding) -> float:
+    """(M9) What the adapters of a layer keep per token between A and B."""
+    rank = workload.lora_rank or 0
+    adapted = [tensor for tensor in kind.tensors if rank and is_adapted(workload, tensor)]
+    routed = _routed_copies(kind.ffn, sharding) if isinstance(kind.ffn, Moe) else 0.0
+    return float(sum(rank * (routed if tensor.expert else 1) for tensor in adapted))
+
+
+def _unneeded_values(workload: Training, kind: LayerKind, hidden: int, sharding: Sharding) -> float:
+    """(M9) Inputs of frozen matrices of a feed-forward part without adapters, per token."""
+    part = kind.ffn
+    if part is None or not workload.frozen or adapts(workload, "ffn"):
+        return 0.0
+    normed = hidden / (sharding.tp if sharding.sequence_parallel else 1)
+    if isinstance(part, Mlp):
+        return normed + part.intermediate / sharding.tp
+    ways = sharding.etp if sharding.spread else sharding.tp
+    routed = _routed_copies(part, sharding) * (hidden + part.intermediate / ways)
+    return normed + routed + part.shared_intermediate / sharding.tp
+
+
 def heads_here(kind: LayerKind, tp: int) -> float:
     """Attention heads of one layer on one of `tp` devices."""
     return max(kind.mixer.heads / tp, 1) if isinstance(kind.mixer, Attention) else 0.0
@@ -221,16 +305,22 @@ def heads_here(kind: LayerKind, tp: int) -> float:
 def _moe_values(part: Moe, hidden: int, sharding: Sharding) -> float:
     """Values kept per token: permuted inputs, expert intermediates, expert outputs, shared expert."""
     inputs = 3 if part.gated else 2
-    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
-    ways, gathered = (sharding.etp, sharding.etp) if sharding.spread else (sharding.tp, 1)
-    routed = part.top_k / share * gathered * (2 * hidden + inputs * part.intermediate / ways)
+    ways = sharding.etp if sharding.spread else sharding.tp
+    routed = _routed_copies(part, sharding) * (2 * hidden + inputs * part.intermediate / ways)
     return routed + inputs * part.shared_intermediate / sharding.tp
 
 
+def _routed_copies(part: Moe, sharding: Sharding) -> float:
+    """Copies of a token that the experts of one device see."""
+    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
+    return part.top_k / share * (sharding.etp if sharding.spread else 1)
+
+
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:
-    """(M4), (M5): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
+    """(M4), (M5), (M9): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
     width = padded_vocab(instance.model.vocab, sharding.tp) / sharding.tp
-    per_token = instance.profile.logit_bytes * width + 2 * ACTIVATION_BYTES * instance.model.hidden
+    norm = (1 if instance.workload.frozen else 2) * ACTIVATION_BYTES * instance.model.hidden
+    per_token = instance.profile.logit_bytes * width + norm
     tokens = sharding.micro_batch * instance.workload.seq_len / sharding.cp
     return per_token * tokens * (1 + instance.profile.memory_fragmentation)
 
@@ -248,12 +338,27 @@ def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
     return 4.0 * ACTIVATION_BYTES * tokens * instance.model.hidden
 
 
-def gather_buffer_bytes(kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
-    """(M6)."""
+def gather_buffer_bytes(instance: Instance, kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
+    """(M6), and what (M9) holds of one matrix in 16 bits."""
+    unpacked = _unpacked_bytes(instance, degrees)
     if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1 or degrees.pp > 1:
+        return unpacked
+    return unpacked + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
+
+
+def _unpacked_bytes(instance: Instance, degrees: Degrees) -> float:
+    """(M9)."""
+    if instance.workload.base_precision == "16bit":
         return 0.0
-    largest = max(params.total for params in kinds)
-    return largest * (2.0 * WEIGHT_BYTES + GRADIENT_BYTES)
+    sizes = [
+        -(-tensor_params_on_device(tensor, degrees.etp, degrees.tp) // degrees.ep)
+        if tensor.expert
+        else tensor_params_on_device(tensor, degrees.tp, degrees.tp)
+        for kind in instance.model.kinds
+        for tensor in kind.tensors
+        if is_projection(tensor)
+    ]
+    return float(WEIGHT_BYTES * max(sizes, default=0))
 
 
 def tied_copy(instance: Instance, pp: int, schedule: str = "1f1b") -> bool:

@@ -19,9 +19,8 @@ from shardwise.data.pipeline import FOLDED
 from shardwise.formulations.coefficients import sharding_of
 from shardwise.formulations.memory import (
     MIB,
-    KindParams,
     activation_scale,
-    end_params_on_device,
+    end_units,
     gather_buffer_bytes,
     head_activations_bytes,
     state_bytes,
@@ -138,19 +137,13 @@ class MemoryLines:
     def _of_degrees(self, degrees: Degrees, sharding: Sharding, schedule: str) -> _Held:
         tables, instance = self.tables, self.tables.instance
         kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
-        ends = (
-            end_params_on_device(instance, degrees.tp, head=False),
-            end_params_on_device(
-                instance, degrees.tp, head=True, with_tied_copy=tied_copy(instance, degrees.pp, schedule)
-            ),
-        )
-        units = [*kinds, *(KindParams(n, 0) for n in ends)]
+        units = [*kinds, *end_units(instance, degrees.tp, with_tied_copy=tied_copy(instance, degrees.pp, schedule))]
         memory, scale = tables.memory(degrees, schedule), activation_scale(instance)
         _, largest, logits = self._kept(sharding)
         return _Held(
             states=np.array([state_bytes(instance, unit, degrees).total for unit in units]),
             states_mib=np.array([*memory.state, memory.embedding, memory.head], dtype=np.float64),
-            buffers=transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(kinds, degrees),
+            buffers=transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(instance, kinds, degrees),
             fixed_mib=float(memory.fixed),
             working=largest / scale,
             working_mib=float(memory.working),

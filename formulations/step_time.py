@@ -6,12 +6,13 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
 (T1) a forward pass of a chunk holds its stage for the sum of F over its layers, embedding or head included, + x of the
      link to the next chunk; a backward pass for the sum of B and of what is recomputed, + x of the link to the one
      before. A schedule that splits the backward pass takes w = gemm / 2 of the matrix products of B out of it, no more
-     than B, and computes it apart.
+     than B, and computes it apart; frozen matrices have no part in it.
 (T2) x_j = p2p_exposed hop_j + launches: sends and receives that the stage waits for. What is left of the transfer,
      L_j = max(0, 1 - p2p_exposed) hop_j, delays the other stage only.
 (T3) end_k of stage k: the timeline of the schedule (timeline, E1-E3).
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
-     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer
+     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer;
+     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline
 (T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
      (Qi et al., arXiv 2401.10241, section 4), so that stages stay apart from step to step, and
      T = overhead + max_k (end_k - start_k + X_k).
@@ -65,10 +66,22 @@ def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class SyncRates:
-    """(T4) Seconds per parameter held by one device."""
+    """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights."""
 
     communication_s: float
     optimizer_s: float
+    frozen_s: float = 0.0
+
+
+def params_sync_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
+    """(T4) Communication at the end of a step, of what one device holds."""
+    trained = dense.communication_s * params.dense + expert.communication_s * params.expert
+    return trained + (dense.frozen_s * params.frozen + expert.frozen_s * params.frozen_expert)
+
+
+def params_optimizer_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
+    """(T4) The optimizer of what one device trains."""
+    return dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
 
 
 def sync_rates(
@@ -78,32 +91,32 @@ def sync_rates(
 
     ZeRO-0 all-reduces gradients; ZeRO-1 and 2 reduce-scatter them and gather 16-bit weights within dp_shard ranks, and
     groups all-reduce what each rank owns. What moves with every pass (`each_pass`, `unit_times_s`) is not counted again:
-    ZeRO-2 has its gather left, ZeRO-3 the replicas. The optimizer reads the
-    gradient, reads and writes its states and writes the weight of the parameters it owns; before it the gradient is
-    unscaled, its norm is taken and it is clipped, one pass each.
+    ZeRO-2 has its gather left, ZeRO-3 the replicas. Frozen weights are gathered by ZeRO-3 alone and reduce nothing. The
+    optimizer reads the gradient, reads and writes its states and writes the weight of the parameters it owns; before it
+    the gradient is unscaled, its norm is taken and it is clipped, one pass each.
     """
     profile, accelerator = instance.profile, instance.accelerator
     reduce_bytes = profile.reduce_bytes
     bucket = profile.bucket_bytes * max(1.0, dp / BUCKET_RANKS)
     shard = dp // dp_replicate
     inner, outer = split_spans(dp_spans, shard)
-    communication = 0.0
+    communication = frozen = 0.0
     if dp > 1 and zero == 0:
         communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "all_reduce", dp_spans, bucket)
     elif dp > 1:
         if shard > 1 and not each_pass:
             communication = reduce_bytes * bandwidth_time_per_byte(accelerator, "reduce_scatter", inner, bucket)
         if shard > 1 and not (each_pass and zero == 3):
-            communication += WEIGHT_BYTES * bandwidth_time_per_byte(
-                accelerator, "all_gather", inner, bucket * WEIGHT_BYTES / GRADIENT_BYTES
-            )
+            gather = bandwidth_time_per_byte(accelerator, "all_gather", inner, bucket * WEIGHT_BYTES / GRADIENT_BYTES)
+            communication += WEIGHT_BYTES * gather
+            frozen = gather if zero == 3 else 0.0
         if dp_replicate > 1:
             rate = bandwidth_time_per_byte(accelerator, "all_reduce", outer, bucket)
             communication += reduce_bytes * rate / shard
     moved = GRADIENT_PASS_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
     owned = shard if zero >= 1 else 1
     rate = memory_bound_time_s(accelerator, 1e9 * moved, launches=0) / 1e9
-    return SyncRates(communication, rate / owned)
+    return SyncRates(communication, rate / owned, frozen)
 
 
 def gathers_each_pass(zero: int, pp: Number) -> Number:
@@ -119,7 +132,7 @@ def unit_times_s(
 
     ZeRO-3 gathers 16-bit weights before each pass (`end`: the embedding and the head, in FSDP's root, once) and
     reduce-scatters gradients after the backward one (Zhao et al., arXiv 2304.11277, section 3.2); ZeRO-2 only the
-    latter. Experts move among the ranks that hold the same ones.
+    latter. Frozen weights are gathered as they are held. Experts move among the ranks that hold the same ones.
     """
     if not gathers_each_pass(degrees.zero, degrees.pp):
         return 0.0, 0.0
@@ -128,8 +141,11 @@ def unit_times_s(
     stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
     _, same = split_spans(stage, degrees.ep * degrees.etp)
     forward = backward = 0.0
-    for count, spans in ((params.dense, dense), (params.expert, same)):
-        gather = collective_time_s(accelerator, "all_gather", WEIGHT_BYTES * count, spans)
+    for count, frozen, spans in (
+        (params.dense, params.frozen, dense),
+        (params.expert, params.frozen_expert, same),
+    ):
+        gather = collective_time_s(accelerator, "all_gather", WEIGHT_BYTES * count + frozen, spans)
         reduce = collective_time_s(accelerator, "reduce_scatter", instance.profile.reduce_bytes * count, spans)
         forward += gather if degrees.zero == 3 else 0.0
         backward += reduce + (gather if degrees.zero == 3 and not end else 0.0)

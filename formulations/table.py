@@ -23,10 +23,18 @@ from shardwise.data.pipeline import FOLDED, layout
 from shardwise.formulations.coefficients import TimeCoefficients, groups_of, sharding_of
 from shardwise.formulations.layer_costs import TERMS, LayerTerms
 from shardwise.formulations.layer_time import exposed, layer_time, weight_gradient_s
-from shardwise.formulations.memory import KindParams, end_params_on_device, tied_copy
+from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, links_of, pass_times, shape_of
 from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
-from shardwise.formulations.step_time import exchange_time_s, hop_times_s, lag_time_s, tied_sync_s, unit_times_s
+from shardwise.formulations.step_time import (
+    exchange_time_s,
+    hop_times_s,
+    lag_time_s,
+    params_optimizer_s,
+    params_sync_s,
+    tied_sync_s,
+    unit_times_s,
+)
 from shardwise.formulations.timeline import longest_paths
 
 if TYPE_CHECKING:
@@ -148,14 +156,9 @@ class UnitTimes:
         tables, instance = self.tables, self.tables.instance
         shard = tables.terms(sharding_of(degrees), groups_of(instance, degrees, placement))
         terms = [[getattr(unit, name) for name in TERMS] for unit in (*shard.kinds, shard.embedding, shard.head)]
-        embedding = end_params_on_device(instance, degrees.tp, head=False)
         apart = tied_copy(instance, degrees.pp, schedule)
-        head = end_params_on_device(instance, degrees.tp, head=True, with_tied_copy=apart)
-        params = [
-            *tables.kind_params(degrees.tp, degrees.ep, degrees.etp),
-            KindParams(embedding, 0),
-            KindParams(head, 0),
-        ]
+        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        params = [*tables.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = tables.group_rates(degrees, placement, schedule)
         layers = len(params) - 2
         gathers = np.array(
@@ -163,12 +166,12 @@ class UnitTimes:
         )
         return _Units(
             np.array(terms),
-            np.array([dense.communication_s * n.dense + expert.communication_s * n.expert for n in params]),
-            np.array([dense.optimizer_s * n.dense + expert.optimizer_s * n.expert for n in params]),
+            np.array([params_sync_s(dense, expert, unit) for unit in params]),
+            np.array([params_optimizer_s(dense, expert, unit) for unit in params]),
             gathers[:, 0],
             gathers[:, 1],
             hop_times_s(instance, degrees, placement),
-            tied_sync_s(instance, degrees, placement, embedding) if apart else 0.0,
+            tied_sync_s(instance, degrees, placement, ends[0].dense) if apart else 0.0,
         )
 
 

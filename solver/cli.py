@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +32,16 @@ from shardwise.solver.cli_training_run import (
     run_document,
     run_of,
     with_terms,
+)
+from shardwise.solver.cli_workload import (
+    LengthsOption,
+    LoraModulesOption,
+    LoraRankOption,
+    MeanDocumentOption,
+    QloraOption,
+    packing_fields,
+    training,
+    tuning_fields,
 )
 from shardwise.solver.saved import read_plan, saved_instance
 from shardwise.solver.terminal import (
@@ -126,16 +135,6 @@ def main() -> None:
         sys.exit(UNKNOWN)
 
 
-def training(seq_len: int, batch: int, precision: str, optimizer: str, attention: str) -> Any:
-    """The workload, or its faults to be told together with others."""
-    from shardwise.data.workload import Training
-
-    try:
-        return Training(seq_len, batch, precision, optimizer, attention)  # type: ignore[arg-type]
-    except ValueError as error:
-        return InputError(str(error).split("; "))
-
-
 def version(value: bool) -> None:
     if value:
         from shardwise import __version__
@@ -162,6 +161,11 @@ def plan_training(
     precision: PrecisionOption = "bf16",
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
+    lora_rank: LoraRankOption = None,
+    lora_modules: LoraModulesOption = None,
+    qlora: QloraOption = None,
+    mean_document_length: MeanDocumentOption = None,
+    lengths: LengthsOption = None,
     objective: Annotated[str, typer.Option("--objective", help="step-time.")] = "step-time",
     rules: RulesOption = "megatron-core",
     profile: ProfileOption = None,
@@ -189,7 +193,12 @@ def plan_training(
     Exit code 0 with a plan, 1 when it is proven that there is none, 2 for bad input, 3 when the time was too short.
     """
     check_outputs(output=output, json=json_path)
-    workload = training(seq_len, global_batch, precision, optimizer, attention)
+    kinds = {"precision": precision, "optimizer": optimizer, "attention": attention}
+    workload = training(
+        {"seq_len": seq_len, "global_batch": global_batch, **kinds}
+        | tuning_fields(lora_rank, lora_modules, qlora)
+        | packing_fields(mean_document_length, lengths)
+    )
     with progress(quiet) as watch:
         from shardwise.solver.solve import solve
 
@@ -259,6 +268,11 @@ def evaluate_command(
     attention: Annotated[
         str | None, typer.Option("--attention", help="flash (default), flash2, flash1, unfused or eager.")
     ] = None,
+    lora_rank: LoraRankOption = None,
+    lora_modules: LoraModulesOption = None,
+    qlora: QloraOption = None,
+    mean_document_length: MeanDocumentOption = None,
+    lengths: LengthsOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -329,6 +343,7 @@ def evaluate_command(
     workload = given(
         seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
+    workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
@@ -365,9 +380,9 @@ def evaluated_instance(
     saved = None if plan is None or plan.instance is None else saved_instance(plan.instance)
     if saved is not None and not (model or cluster or workload or packs or limits is not None):
         return saved
-    parts: dict[str, Any] = {"model": model, "cluster": cluster, **{name: workload.get(name) for name in SIZES}}
+    parts: dict[str, Any] = {"model": model, "cluster": cluster, **dict.fromkeys(SIZES), **workload}
     if saved is not None:
-        parts = {"model": saved.model, "cluster": saved.cluster, **asdict(saved.workload)} | given(**parts)
+        parts = {"model": saved.model, "cluster": saved.cluster, **saved.workload.to_dict()} | given(**parts)
         packs = {"rules": saved.rules.name, "profile": saved.profile.name} | packs
         limits = list(saved.limits.text) if limits is None else limits
     words = {"model": "MODEL", "cluster": "CLUSTER", **SIZES}
@@ -375,12 +390,10 @@ def evaluated_instance(
     if missing:
         where = "" if plan is None else ", which the plan does not hold"
         raise InputError([f"{name} is missing{where}" for name in missing])
-    kinds = {"precision": "bf16", "optimizer": "adamw", "attention": "flash"}
-    kinds = {name: workload.get(name, parts.get(name, default)) for name, default in kinds.items()}
     return read_instance(
-        parts["model"],
-        parts["cluster"],
-        training(parts["seq_len"], parts["global_batch"], *kinds.values()),
+        parts.pop("model"),
+        parts.pop("cluster"),
+        training(parts),
         packs.get("rules", "megatron-core"),
         packs.get("profile"),
         limits or [],

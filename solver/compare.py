@@ -252,9 +252,10 @@ def _instance_differences(a: Instance, b: Instance) -> Iterator[Difference]:
 
     one, two = instance_document(a), instance_document(b)
     for part in ("workload", "profile"):
-        for name, value in one[part].items():
-            if value != two[part][name]:
-                yield Difference(f"{part}.{name}", str(value), str(two[part][name]))
+        for name in one[part] | two[part]:
+            first, second = (document[part].get(name, "none") for document in (one, two))
+            if first != second:
+                yield Difference(f"{part}.{name}", str(first), str(second))
     names = {
         "model": (a.model.name, b.model.name),
         "cluster": (a.cluster.name, b.cluster.name),

@@ -34,7 +34,8 @@ from shardwise.formulations.layer_costs import (
 from shardwise.formulations.memory import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
-    end_params_on_device,
+    KindParams,
+    end_units,
     tied_copy,
 )
 from shardwise.formulations.schedule import passes_per_step
@@ -118,7 +119,8 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     ops = ("all_gather", "reduce_scatter") if d.sequence_parallel else ("all_reduce",)
     whole = tensor_parallel_bytes(instance, sharding)
     chunks = plan.layout.chunks_of(stage)
-    outputs = 2 * (chunks.count(0) + chunks.count(d.virtual_stages - 1))  # of the embedding and the head
+    first = 1 if instance.workload.frozen else 2  # a frozen embedding has no backward pass
+    outputs = first * chunks.count(0) + 2 * chunks.count(d.virtual_stages - 1)  # of the embedding and the head
     for (kind_index, _, mode), layers in Counter(kept_layers(cost_tables(instance), plan, stage)).items():
         kind, again = model.kinds[kind_index], mode == "full"
         outputs += layers * row_outputs(kind, sharding.spread) * (3 if again else 2)
@@ -157,25 +159,25 @@ def _sync(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     dense = spans_of(group_of(placement.dp, placement.cp), instance.levels)
     around = spans_of(group_of(placement.tp, placement.cp, placement.dp), instance.levels)
     same = split_spans(around, d.ep * d.etp)[1] if sharding_of(d).spread else dense
-    ends = sum(end_params_on_device(instance, d.tp, head=head) for head in (False, True)) if d.pp == 1 else 0
-    for name, count, once, spans, replicate in (
-        ("", params.dense, ends, dense, d.dp_replicate),
-        (" of experts", params.expert, 0, same, d.expert_dp // d.expert_dp_shard),
+    ends = sum(end_units(instance, d.tp), KindParams(0, 0)) * (d.pp == 1)
+    for name, count, frozen, once, spans, replicate in (
+        ("", params.dense, params.frozen, ends.gathered_bytes, dense, d.dp_replicate),
+        (" of experts", params.expert, params.frozen_expert, 0, same, d.expert_dp // d.expert_dp_shard),
     ):
-        reduced = gathered = count
+        reduced, gathered = count, WEIGHT_BYTES * count + (frozen if d.zero == 3 else 0)
         if gathers_each_pass(d.zero, d.pp):
             reduced = plan.micro_batches * count
-            gathered = plan.micro_batches * (2 * count - once) if d.zero == 3 else count
+            gathered = plan.micro_batches * (2 * gathered - once) if d.zero == 3 else gathered
         if d.zero == 0:
             yield _Call("dp", f"gradients{name}", "all_reduce", spans, None, reduce_bytes * count)
             continue
         inner, outer = split_spans(spans, _size(spans) // replicate)
         yield _Call("dp", f"gradients{name}", "reduce_scatter", inner, None, reduce_bytes * reduced)
-        yield _Call("dp", f"weights{name}", "all_gather", inner, None, WEIGHT_BYTES * gathered)
+        yield _Call("dp", f"weights{name}", "all_gather", inner, None, gathered)
         yield _Call("dp", f"gradients{name}, replicas", "all_reduce", outer, None, reduce_bytes * count / _size(inner))
     pair = _pair(instance, max((level for level, factor in enumerate(placement.pp) if factor > 1), default=0))
     if tied_copy(instance, d.pp, plan.schedule) and stage in (0, d.pp - 1):
-        size = GRADIENT_BYTES * end_params_on_device(instance, d.tp, head=False)
+        size = GRADIENT_BYTES * end_units(instance, d.tp)[0].dense
         yield _Call("pp", "gradients of tied embeddings", "all_reduce", pair, 1, size)
     if plan.schedule == "dualpipe":
         yield _Call("pp", "gradients of both copies", "all_reduce", pair, None, reduce_bytes * params.total)

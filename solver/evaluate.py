@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardwise.data.faults import InputError
-from shardwise.data.model import Attention
+from shardwise.data.model import Attention, Moe
 from shardwise.data.rules import plan_faults
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
+from shardwise.formulations.layer_costs import packed_keys
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
     KindParams,
     StateBytes,
-    end_params_on_device,
+    end_units,
     gather_buffer_bytes,
     head_activations_bytes,
+    kind_params_on_device,
     state_bytes,
     tied_copy,
     transfer_buffer_bytes,
@@ -34,7 +36,7 @@ from shardwise.formulations.memory import (
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, pass_times, shape_of
 from shardwise.formulations.phases import phases, transfers
 from shardwise.formulations.schedule import in_flight, passes_per_step
-from shardwise.formulations.step_time import straggling
+from shardwise.formulations.step_time import params_optimizer_s, straggling
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -277,15 +279,31 @@ def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
 
 def model_flops(instance: Instance) -> float:
     """Floating-point operations of one step without recompute: 6 per active parameter and token, 12 h s per layer
-    with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+    with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B). Of packed documents s
+    is their mean length by tokens; a frozen parameter has no weight gradient and counts 4, those of its adapter 6."""
     model, workload = instance.model, instance.workload
     attention = 0.0
     for kind in model.layers:
         if isinstance(kind.mixer, Attention):
-            keys = min(workload.seq_len, kind.mixer.window or workload.seq_len)
+            keys = packed_keys(instance, kind.mixer.window, causal=False)
+            keys = min(workload.seq_len, kind.mixer.window or workload.seq_len) if keys is None else keys
             attention += 6 * kind.mixer.heads * (kind.mixer.head_dim + kind.mixer.v_head_dim) * keys / 2
     lookups = sum(t.params for t in model.embedding) if not model.tied else 0
-    return (6.0 * (model.active_params - lookups) + attention) * workload.tokens_per_step
+    each = 4.0 if workload.frozen else 6.0
+    matrices = each * (model.active_params - lookups) + 6.0 * _active_adapter_params(instance)
+    return (matrices + attention) * workload.tokens_per_step
+
+
+def _active_adapter_params(instance: Instance) -> float:
+    """Parameters of adapters that one token touches."""
+    if not instance.workload.frozen:
+        return 0.0
+    total = 0.0
+    for kind, layers in Counter(instance.model.layers).items():
+        held = kind_params_on_device(kind, 1, workload=instance.workload)
+        routed = kind.ffn.top_k / kind.ffn.experts if isinstance(kind.ffn, Moe) else 0.0
+        total += layers * (held.dense + held.expert * routed)
+    return total
 
 
 def _unusable(instance: Instance, plan: Plan) -> list[str]:
@@ -419,27 +437,21 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
 
 def optimizer_s(tables: CostTables, plan: Plan, stage: int) -> float:
     """(T4) The optimizer's part of the tail of a stage."""
-    dense, expert = tables.group_rates(plan.degrees, plan.placement, plan.schedule)
-    params = stage_params(tables, plan, stage)
-    return dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+    rates = tables.group_rates(plan.degrees, plan.placement, plan.schedule)
+    return params_optimizer_s(*rates, stage_params(tables, plan, stage))
 
 
 def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
-    """Parameters on one device of a stage."""
+    """What one device of a stage holds."""
     instance, d = tables.instance, plan.degrees
     kind_params = tables.kind_params(d.tp, d.ep, d.etp)
     cuts, kinds, chunks = plan.cuts, instance.model.kind_indices, plan.layout.chunks_of(stage)
-    dense = expert = 0
-    for chunk in chunks:
-        for kind in kinds[cuts[chunk] : cuts[chunk + 1]]:
-            dense += kind_params[kind].dense
-            expert += kind_params[kind].expert
-    if 0 in chunks:
-        dense += end_params_on_device(instance, d.tp, head=False)
-    if d.virtual_stages - 1 in chunks:
-        apart = tied_copy(instance, d.pp, plan.schedule)
-        dense += end_params_on_device(instance, d.tp, head=True, with_tied_copy=apart)
-    return KindParams(dense, expert)
+    held = Counter(kind for chunk in chunks for kind in kinds[cuts[chunk] : cuts[chunk + 1]])
+    units = [kind_params[kind] * layers for kind, layers in held.items()]
+    embedding, head = end_units(instance, d.tp, with_tied_copy=tied_copy(instance, d.pp, plan.schedule))
+    units += [embedding] if 0 in chunks else []
+    units += [head] if d.virtual_stages - 1 in chunks else []
+    return sum(units, KindParams(0, 0))
 
 
 def kept_layers(
@@ -488,7 +500,7 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
         logits=logits * used,
         recompute_working=working * used,
         transfer_buffers=transfer_buffer_bytes(instance, d),
-        gather_buffers=gather_buffer_bytes(tables.kind_params(d.tp, d.ep, d.etp), d),
+        gather_buffers=gather_buffer_bytes(instance, tables.kind_params(d.tp, d.ep, d.etp), d),
         fragmentation=(activations + logits + working) * (1 - used),
         reserve=instance.profile.memory_reserve_bytes,
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
 DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
-WORKLOAD = ("precision", "optimizer", "attention")
+WORKLOAD = ("precision", "optimizer", "attention", "lora_modules", "base_precision")
 PACKS = ("rules", "profile")
 SHAPE = ("recompute", "schedule")
 ADDED = {
@@ -55,9 +55,9 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     ----------
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
-        dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer, attention, rules,
-        profile. What is absent or empty takes the default of `shardwise evaluate`: dp the devices that are left,
-        sequence_parallel on where tp > 1.
+        dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer, attention,
+        lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty takes the
+        default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -175,11 +175,13 @@ def _evaluated(group: list[tuple[int, _Known, Plan]], times: dict[int, float]) -
 def _shared(given: Cells, numbers: dict[str, int], known: dict[tuple[Any, ...], _Known | InputError]) -> _Known:
     """The instance of a row; rows that share one share its tables too."""
     texts = {name: str(given[name]) for name in ("model", "cluster", *WORKLOAD, *PACKS) if name in given}
-    key = (numbers["seq_len"], numbers["global_batch"], *texts.items())
+    sizes: Cells = {name: numbers[name] for name in ("seq_len", "global_batch", "lora_rank") if name in numbers}
+    mean = given.get("mean_document_length")
+    key = (*sizes.items(), str(mean), *texts.items())
     if key not in known:
         try:
             kinds: dict[str, Any] = {name: texts[name] for name in WORKLOAD if name in texts}
-            workload = Training(numbers["seq_len"], numbers["global_batch"], **kinds)
+            workload = Training(**sizes, **kinds, lengths=None if mean is None else ((mean, 1),))
             options = {name: texts[name] for name in PACKS if name in texts}
             instance = build_instance(texts["model"], texts["cluster"], workload, **options)
             tables = cost_tables(instance)
@@ -197,7 +199,7 @@ def _shared(given: Cells, numbers: dict[str, int], known: dict[tuple[Any, ...], 
 def _numbers(given: Cells) -> dict[str, int]:
     """Every number of a row as a whole one, also where pandas made it a float."""
     found, faults = {}, []
-    for name in ("seq_len", "global_batch", *DEGREES, "recompute_layers"):
+    for name in ("seq_len", "global_batch", "lora_rank", *DEGREES, "recompute_layers"):
         if name not in given:
             continue
         value = given[name]

@@ -88,6 +88,10 @@ def megatron_faults(instance: Instance, plan: Plan) -> list[str]:
     """Every rule of Megatron-Core that the plan breaks, whichever rule pack it was planned with."""
     workload = instance.workload
     faults = plan_faults(MEGATRON_CORE, instance.model, workload.seq_len, workload.global_batch, plan)
+    if workload.lora_rank is not None:
+        faults.append(
+            f"workload.lora_rank={workload.lora_rank}: the pre-training scripts of Megatron-Core have no flags for adapters"
+        )
     d = plan.degrees
     if d.tp > 1 and not d.sequence_parallel and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
         # core/transformer/moe/moe_layer.py, MoELayer.forward
@@ -109,6 +113,10 @@ def _comments(instance: Instance, plan: Plan) -> list[str]:
         lines.append(f"Ranks follow the devices ({used}): number the nodes in that order.")
     if any(isinstance(kind.ffn, Moe) for kind in model.kinds):
         lines.append("The plan assumes that tokens are routed evenly over the experts.")
+    if instance.workload.lengths is not None:
+        lines.append(
+            "The plan assumes packed sequences whose documents do not attend to each other: the data has to ask."
+        )
     if model.mtp_depth:
         lines.append("Multi-token prediction is not part of the plan and is left out.")
     return [f"# {line}" for line in lines]

@@ -378,7 +378,7 @@ def assumptions(instance: Instance, search: dict[str, Any]) -> Section:
     facts = [
         ("model", f"{model.name} ({model.family}), {model.params:,} parameters, {len(model.layers)} layers"),
         ("model source", model.source or "not stated"),
-        ("workload", ", ".join(f"{name}={value}" for name, value in asdict(instance.workload).items())),
+        ("workload", ", ".join(f"{name}={value}" for name, value in instance.workload.to_dict().items())),
         ("cluster", f"{cluster.name}, {cluster.device_count:,} x {accelerator.name}"),
         ("cluster source", cluster.source or "not stated"),
         ("accelerator source", accelerator.source or "not stated"),

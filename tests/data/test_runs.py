@@ -54,7 +54,8 @@ def test_a_row_is_completed_and_says_what_was_assumed() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "Llama-2-70B (LoRA)"}, "LoRA"),
+        ({"model": "Llama-2-70B (LoRA)"}, "LoRA: the rank is not stated"),
+        ({"model": "Llama-2-70B (LoRA)", "notes": "rank=99999"}, "workload.lora_rank=99999"),
         ({"tp": "", "zero_fsdp": ""}, "the layout is not known"),
         ({"seq_len": ""}, "seq_len is empty"),
         ({"precision": "fp32"}, "32 bits"),
@@ -68,6 +69,23 @@ def test_a_row_that_cannot_be_modelled_says_why(change: dict[str, str], words: s
     run = run_of(ROW | change)
     assert words in run.reason
     assert run.degrees is None or run.model is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"notes": "LoRA r=16 on attention"}, (16, "attention", "16bit")),
+        ({"framework": "NeMo 24.09 QLoRA rank 64"}, (64, "all", "nf4")),
+    ],
+)
+def test_a_row_of_adapters_is_modelled_where_it_states_their_rank(
+    change: dict[str, str], fields: tuple[int, str, str]
+) -> None:
+    run = run_of(ROW | change)
+    assert not run.reason
+    assert run.workload is not None
+    assert (run.workload.lora_rank, run.workload.lora_modules, run.workload.base_precision) == fields
+    assert ("adapters on all projections" in run.assumed) == (fields[1] == "all")
 
 
 def test_head_size_experts_and_ties_follow_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,14 @@ MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "moonlight-16b", "nemotron-h-8b", "bl
 POWERS = st.sampled_from([1, 2, 4, 8])
 SCHEDULES = st.sampled_from([None, "gpipe", "zb-h1", "zb-2p", "zb-v"])
 
+TUNINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"lora_rank": 16},
+    {"lora_rank": 8, "lora_modules": "attention", "precision": "bf16", "base_precision": "nf4"},
+    {"lengths": [(300, 2), (5000, 1)]},
+)
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Instance, list[Plan]]:
@@ -40,6 +49,8 @@ def cases(draw: st.DrawFn) -> tuple[Instance, list[Plan]]:
         attention=draw(st.sampled_from(["flash", "unfused", "eager"])),
         fused_norm=draw(st.booleans()),
     )
+    tuned: dict[str, Any] = draw(st.sampled_from(TUNINGS))
+    workload = replace(workload, **tuned)
     instance = Instance(
         load_model(draw(st.sampled_from(MODELS))),
         load_cluster(draw(st.sampled_from(["dgx-h100:4", "gb200-nvl72:16"]))),

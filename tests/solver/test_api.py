@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pytest
@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.data.rules import is_linear
 from shardwise.solver.default_plan import degrees_from, plan_from_degrees
 from shardwise.solver.progress import FINAL, Watch
+from shardwise.solver.saved import saved_instance
 from shardwise.solver.search import TimeUpError
 
 if TYPE_CHECKING:
@@ -169,9 +170,36 @@ def test_evaluate_many_agrees_with_evaluate() -> None:
         assert bool(found.reason) != expected.admitted
 
 
+def test_evaluate_many_takes_adapters_and_documents() -> None:
+    table = pd.DataFrame(
+        [ROW, ROW | {"lora_rank": 16, "base_precision": "nf4"}, ROW | {"mean_document_length": 512}], dtype=object
+    )
+    out = sw.evaluate_many(table)
+    tuned: tuple[dict[str, Any], ...] = ({}, {"lora_rank": 16, "base_precision": "nf4"}, {"lengths": [(512, 1)]})
+    for fields, found in zip(tuned, out.itertuples(), strict=True):
+        own = sw.build_instance("llama-3.1-8b", "dgx-h100:1", sw.Training(4096, 64, **fields))
+        expected = sw.evaluate(own, plan_from_degrees(own, degrees_from(own)))
+        assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-12)
+        assert found.peak_memory_gb == pytest.approx(expected.peak_memory_bytes / 1e9, rel=1e-12)
+
+
+def test_a_plan_of_adapters_is_proven_and_keeps_its_workload() -> None:
+    workload = sw.Training(4096, 64, lora_rank=16, base_precision="nf4", lengths=[(300, 3), (2000, 1)])
+    result = sw.solve("llama-3.1-8b", "dgx-h100:1", workload, workers=1)
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    again = sw.Plan.from_json(result.plan.to_json())
+    assert again.instance is not None
+    own = saved_instance(again.instance)
+    assert own.workload == workload
+    assert sw.evaluate(own, again).step_time_s == result.value
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"lora_rank": 0}, "workload.lora_rank=0"),
+        ({"mean_document_length": "long"}, "length='long'"),
         ({"seq_len": None}, "column seq_len is missing or empty"),
         ({"model": float("nan")}, "column model is missing or empty"),
         ({"tp": float("inf")}, "tp=inf must be a whole number"),

@@ -47,6 +47,39 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def invoked(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def evaluated(*arguments: str) -> Any:
+    done = invoked("evaluate", *arguments, "--json", "-")
+    return json.loads(done.stdout)
+
+
+def test_adapters_and_documents_are_options_of_evaluate(tmp_path: Path, plan_file: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("length,count\n512,7\n")
+    plain = evaluated("--plan", str(plan_file))
+    lora = evaluated("--plan", str(plan_file), "--lora-rank", "16")
+    qlora = evaluated("--plan", str(plan_file), "--lora-rank", "16", "--qlora", "--lora-modules", "attention")
+    assert qlora["peak_memory_gb"] < lora["peak_memory_gb"] < plain["peak_memory_gb"]
+    mean = evaluated("--plan", str(plan_file), "--mean-document-length", "512")
+    listed = evaluated("--plan", str(plan_file), "--lengths", str(lengths))
+    assert mean["step_time_s"] == listed["step_time_s"] < plain["step_time_s"]
+
+
+def test_faults_of_adapters_and_documents_are_told_together(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("length,count\nx,1\n5,y\n")
+    options = ("--seq-len", "0", "--global-batch", "64", "--lora-modules", "attention", "--lengths", str(lengths))
+    done = invoked("plan", "training", "llama-3.1-8c", "dgx-h100:1", *options)
+    assert done.exit_code == 2
+    for words in ("seq_len=0", "needs workload.lora_rank", "line 2: length='x'", "line 3: count='y'", "llama-3.1-8c"):
+        assert words in done.stderr
+    both = ("--mean-document-length", "5", "--lengths", str(lengths))
+    assert "leave out one" in invoked("evaluate", "llama-3.1-8b", "dgx-h100:1", *TRAINING, *both).stderr
+
+
 def test_plan_writes_the_documents_of_the_contract(plan_file: Path) -> None:
     result = json.loads(plan_file.with_name("result.json").read_text())
     assert {

@@ -48,6 +48,12 @@ def test_what_differs_is_named_once() -> None:
     assert what == ["tp", "dp", "micro_batches", "recompute", "placement"]
 
 
+def test_adapters_are_a_difference_of_the_workload() -> None:
+    other = sw.build_instance("llama-3.1-8b", "dgx-h100:2", sw.Training(4096, 64, lora_rank=8))
+    told = {d.what: (d.a, d.b) for d in compared(plan(tp=2), plan(tp=2), other).differences}
+    assert told["workload.lora_rank"] == ("none", "8")
+
+
 def test_measures_are_those_of_evaluate() -> None:
     a, b = plan(tp=2), plan(tp=4, pp=2)
     one, two = sw.evaluate(INSTANCE, a), sw.evaluate(INSTANCE, b)

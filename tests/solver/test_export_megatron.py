@@ -314,6 +314,17 @@ def test_plans_that_megatron_does_not_accept_are_refused() -> None:
         megatron_flags(experts, plan_from_degrees(experts, Degrees(tp=2, pp=2, dp=4)))
 
 
+def test_adapters_have_no_flags_and_packing_is_said() -> None:
+    lora, packed = (
+        Instance(load_model("llama-3.1-8b"), load_cluster("dgx-h100:2"), workload)
+        for workload in (Training(1024, 16, lora_rank=16), Training(1024, 16, lengths=[(100, 1)]))
+    )
+    plan = plan_from_degrees(lora, Degrees(tp=2, pp=2, dp=4, sequence_parallel=True))
+    with pytest.raises(InputError, match="lora_rank=16: the pre-training scripts"):
+        megatron_flags(lora, plan)
+    assert "packed sequences" in to_megatron(packed, plan)
+
+
 def test_the_text_is_one_shell_command_of_the_same_flags() -> None:
     for name in ("llama-3.1-8b", "deepseek-v3", "nemotron-h-8b"):
         instance = Instance(load_model(name), load_cluster("dgx-h100:2"), Training(1024, 16))

@@ -242,17 +242,29 @@ DEEP = (
 """Limits that hold a universe to its size, in this order or a drawn one until it is small enough; `DEEP` keep pipelines."""
 
 
+TUNINGS: tuple[dict[str, Any], ...] = (
+    *({},) * 8,
+    {"lora_rank": 8},
+    {"lora_rank": 16, "lora_modules": "attention"},
+    {"lora_rank": 64, "base_precision": "nf4"},
+    {"lengths": ((100, 3), (700, 1))},
+)
+"""Adapters and packing, each in one instance of a few."""
+
+
 @st.composite
 def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
     """An instance of at most `most` plans; its memory limit is drawn from what its own plans need."""
     sizes, links = draw(clusters())
     batch = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 64)))
+    tuned = draw(st.sampled_from(TUNINGS))
     workload = Training(
         draw(st.sampled_from((512, 1000, 2048, 4096))),
         batch,
-        precision=draw(st.sampled_from(("bf16", "bf16", "fp8"))),
+        precision="bf16" if "base_precision" in tuned else draw(st.sampled_from(("bf16", "bf16", "fp8"))),
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
         attention=draw(st.sampled_from(("flash", "unfused"))),
+        **tuned,
     )
     rules = draw(st.sampled_from(PACKS)) + draw(st.sampled_from(("", "", "+free-chunks")))
     model, profile = draw(models()), draw(profiles())

@@ -1,0 +1,63 @@
+"""The options of `plan training` and `evaluate` about the workload, and the workload made of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.data.faults import InputError
+
+LoraRankOption = Annotated[
+    int | None, typer.Option("--lora-rank", help="Freeze the model and train adapters of this rank (LoRA).")
+]
+LoraModulesOption = Annotated[
+    str | None, typer.Option("--lora-modules", help="What has adapters: all (default) or attention.")
+]
+QloraOption = Annotated[
+    bool | None,
+    typer.Option("--qlora/--no-qlora", help="Hold the frozen matrices in four bits (NF4); needs --lora-rank."),
+]
+MeanDocumentOption = Annotated[
+    float | None,
+    typer.Option(
+        "--mean-document-length", help="Sequences are packed of documents of this length that do not attend to others."
+    ),
+]
+LengthsOption = Annotated[
+    str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
+]
+
+
+def tuning_fields(lora_rank: int | None, lora_modules: str | None, qlora: bool | None) -> dict[str, Any]:
+    """What the options say of adapters, as fields of the workload."""
+    held = None if qlora is None else ("nf4" if qlora else "16bit")
+    fields = {"lora_rank": lora_rank, "lora_modules": lora_modules, "base_precision": held}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def packing_fields(mean_document_length: float | None, lengths: str | None) -> dict[str, Any]:
+    """What the options say of packing, as a field of the workload, or the faults in its place."""
+    from shardwise.data.document_lengths import read_lengths
+
+    if mean_document_length is not None and lengths is not None:
+        return {"lengths": InputError("--mean-document-length and --lengths say the same: leave out one")}
+    if mean_document_length is not None:
+        return {"lengths": ((mean_document_length, 1),)}
+    try:
+        return {} if lengths is None else {"lengths": read_lengths(lengths)}
+    except InputError as error:
+        return {"lengths": error}
+
+
+def training(fields: dict[str, Any]) -> Any:
+    """The workload, or its faults to be told together with others; a field may be an `InputError` of its own."""
+    from shardwise.data.workload import Training
+
+    faults = [fault for value in fields.values() if isinstance(value, InputError) for fault in value.faults]
+    known = {name: value for name, value in fields.items() if not isinstance(value, InputError)}
+    try:
+        workload = Training(**known)
+    except ValueError as error:
+        return InputError([*str(error).split("; "), *faults])
+    return InputError(faults) if faults else workload
