@@ -25,9 +25,13 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      all micro-batches of one shape at once.
 (B8) recompute, any schedule: stage k has f_k micro-batches in flight on each of its layers at one moment, and so holds at
      most c_k = spare / (s + f_k a) layers when it repeats none, s and a the least states and activations of a layer; each
-     layer more costs (s + f_k a) / (f_k a) repeated layers or more. Of all layers L - sum of c_k are beyond that, and W
-     grows by t_full for each. f_k is min(p - k, m) with v = 1 (the least of all schedules); interleaved with even chunks on
-     a stage between the first and the last, its passes in flight over v, by (B6); else 1.
+     layer more costs (s + f_k a) / (f_k a) repeated layers or more, and each beyond floor(c_k) one. Of all layers L - sum of
+     c_k are beyond that, and W grows by t_full for each. f_k is min(p - k, m) with v = 1 (the least of all schedules);
+     interleaved with even chunks on a stage between the first and the last, its passes in flight over v, by (B6); else 1.
+(B9) recompute, v = 1, one setting for all stages, where (B8) says that some layer is repeated in full: with blocks of b
+     layers stage k holds at most h_k + b g_k layers, h_k = spare / (s + f_k a), g_k = f_k (a - a_full) / (s + f_k a), so b is
+     at least the first whole number for which the whole layers of all stages are L. A stage of l layers repeats min(b, l)
+     >= l min(1, b / l_max), in all L min(1, b / l_max), l_max the most that a stage holds by memory and by n.
 
 Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
@@ -35,7 +39,7 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -69,19 +73,9 @@ if TYPE_CHECKING:
     from shardwise.formulations.layer_costs import Sharding, ShardTerms, Spans
 
 Floats = npt.NDArray[np.float64]
+BLOCKS_TRIED = 8
 SAFETY = 1 - 1e-9
 """Float bounds are scaled down by this before they are compared: their own rounding never prunes an optimum."""
-
-
-class Pipelines(Protocol):
-    """Columns of pipelines, as `Grid` has them."""
-
-    @property
-    def pp(self) -> Column: ...
-    @property
-    def vpp(self) -> Column: ...
-    @property
-    def micro_batches(self) -> Column: ...
 
 
 @dataclass(frozen=True)
@@ -264,48 +258,82 @@ def _least_hop_s(best: BestCase, degrees: Degrees) -> float:
 
 
 def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
-    """(B6), (B8) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
+    """(B6), (B8), (B9) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
     tables, shape = best.tables, grid.shape
     sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
     groups, at_group = np.unique(grid.dp, return_inverse=True)
-    states, kept = least_of_a_layer(tables, shape, groups.tolist(), sizes.tolist(), pipelined=bool((grid.pp > 1).all()))
+    least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=bool((grid.pp > 1).all()))
     repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
-    layers = repeated_layers(tables, shape.schedule, grid, states[at_group], kept[at_size])
+    layers = repeated_layers(tables, shape.schedule, grid, least.rows(at_group, at_size), most)
     return np.asarray(np.maximum(layers, _repeated_chunks(best, grid, most)) * repeat[at_size])
 
 
-def least_of_a_layer(
-    tables: CostTables, shape: GridShape, groups: list[int], sizes: list[int], *, pipelined: bool
-) -> tuple[Floats, Floats]:
-    """Bytes of the states of the smallest layer for each number of replicas, and of what a layer keeps that is not
-    repeated in full for each size of micro-batch."""
-    instance = tables.instance
-    params = tables.kind_params(shape.tp, shape.ep, shape.etp)
-    states = [
-        min(state_bytes(instance, n, shape.degrees(1 + pipelined, 1, dp, 1)).total for n in params) for dp in groups
-    ]
-    kept = [min(min(a.none, a.selective) for a in tables.activations(shape.sharding(size))) for size in sizes]
-    return np.array(states), np.array(kept)
+@dataclass(frozen=True, eq=False)
+class LeastLayer:
+    """Bytes of a layer, the least of all kinds: its states by number of replicas, and by size of micro-batch what it keeps
+    when nothing is repeated, under the leaner of no and selective recompute, and in full recompute."""
+
+    states: Floats
+    plain: Floats
+    kept: Floats
+    full: Floats
+
+    @staticmethod
+    def of(tables: CostTables, shape: GridShape, groups: list[int], sizes: list[int], *, pipelined: bool) -> LeastLayer:
+        instance = tables.instance
+        params = tables.kind_params(shape.tp, shape.ep, shape.etp)
+        states = [
+            min(state_bytes(instance, n, shape.degrees(1 + pipelined, 1, dp, 1)).total for n in params) for dp in groups
+        ]
+        every = [tables.activations(shape.sharding(size)) for size in sizes]
+        return LeastLayer(
+            np.array(states),
+            np.array([min(a.none for a in kinds) for kinds in every]),
+            np.array([min(min(a.none, a.selective) for a in kinds) for kinds in every]),
+            np.array([min(a.full for a in kinds) for kinds in every]),
+        )
+
+    def rows(self, groups: Column, sizes: Column) -> LeastLayer:
+        """One entry a row."""
+        return LeastLayer(self.states[groups], self.plain[sizes], self.kept[sizes], self.full[sizes])
 
 
-def repeated_layers(tables: CostTables, schedule: str, grid: Pipelines, states: Floats, kept: Floats) -> Floats:
-    """(B8) Layers that no plan of a row avoids to repeat, with `states` and `kept` bytes of a layer at least."""
-    instance, p, v, m = tables.instance, grid.pp, grid.vpp, grid.micro_batches
+def repeated_layers(tables: CostTables, schedule: str, grid: Grid, least: LeastLayer, most: Floats) -> Floats:
+    """(B8), (B9) Layers that no plan of a row avoids to repeat; `most` is n."""
+    instance, p, v, m = tables.instance, grid.pp[:, None], grid.vpp[:, None], grid.micro_batches[:, None]
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
+    layers, rules = len(instance.model.layers), instance.rules
     if spare <= 0:
-        return np.zeros(len(p))
-    even = instance.rules.even_chunks and schedule == "interleaved-1f1b"
+        return np.zeros(len(grid))
     stage = np.arange(int(p.max()))
-    left = p[:, None] - stage
-    single = np.minimum(left, m[:, None])
-    passes = np.minimum(2 * left - 1 + (v[:, None] - 1) * p[:, None], m[:, None] * v[:, None]) / v[:, None]
-    inner = (stage > 0) & (left > 1) & even
-    flying = np.where(v[:, None] == 1, single, np.where(inner, passes, 1.0))
-    flying = np.maximum(flying, 1.0)
-    room = np.where(left > 0, spare / np.maximum(states[:, None] + flying * kept[:, None], 1.0), 0.0)
-    most = np.where(left > 0, flying, 1.0).max(axis=1)
-    beyond = np.maximum(len(instance.model.layers) - room.sum(axis=1), 0.0)
-    return np.where(kept > 0, beyond * (1 + states / np.maximum(most * kept, 1.0)), 0.0)
+    there, left = stage < p, p - stage
+    passes = np.minimum(2 * left - 1 + (v - 1) * p, m * v) / v
+    inner = (stage > 0) & (left > 1) & (rules.even_chunks and schedule == "interleaved-1f1b")
+    flying = np.where(v == 1, np.minimum(left, m), np.where(inner, passes, 1.0))
+    flying = np.where(there, np.maximum(flying, 1.0), 1.0)
+    states, kept, plain, full = (
+        np.maximum(own, 1e-9)[:, None] for own in (least.states, least.kept, least.plain, least.full)
+    )
+    room = np.where(there, spare / (states + flying * kept), 0.0)
+    beyond = np.maximum(layers - _whole(room).sum(axis=1), 0.0)
+    out = np.maximum(layers - room.sum(axis=1), 0.0) * (1 + states[:, 0] / (flying.max(axis=1) * kept[:, 0]))
+    out = np.maximum(out, beyond)
+    if rules.uniform_recompute:
+        held = np.where(there, spare / (states + flying * plain), 0.0)
+        gained = np.where(there, flying * np.maximum(plain - full, 0.0) / (states + flying * plain), 0.0)
+        block = np.maximum(layers - held.sum(axis=1), 0.0) / np.maximum(gained.sum(axis=1), 1e-9)
+        block = np.maximum(np.ceil(block - 1e-6), 1.0)
+        for _ in range(BLOCKS_TRIED):
+            block += _whole(held + block[:, None] * gained).sum(axis=1) < layers
+        largest = np.minimum(_whole(held + block[:, None] * gained).max(axis=1), np.maximum(most, 1.0))
+        common = layers * np.minimum(block / np.maximum(largest, 1e-9), 1.0)
+        out = np.where((v[:, 0] == 1) & (beyond > 0), np.maximum(out, common), out)
+    return np.asarray(out)
+
+
+def _whole(layers: Floats) -> Floats:
+    """Down to whole layers, whatever the last digits say."""
+    return np.asarray(np.floor(layers + 1e-6))
 
 
 def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
@@ -321,8 +349,8 @@ def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
     groups, at_group = np.unique(grid.dp, return_inverse=True)
     sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
-    states, kept = least_of_a_layer(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True)
-    over = held * (states[at_group] + flying * kept[at_size]) > spare
+    least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True).rows(at_group, at_size)
+    over = held * (least.states + flying * least.kept) > spare
     chosen = over & (grid.vpp > 1) & (grid.pp > 2)
     return np.asarray(np.where(chosen, grid.pp * grid.vpp - 2.0, 0.0))
 

@@ -133,7 +133,9 @@ class SplitSearch:
         splits = self._even_splits(candidate, time, limit) if candidate.degrees.vpp > 1 else None
         found: list[Iterable[Split]] = []
         for modes in self.mode_sets:
-            if candidate.degrees.vpp == 1:
+            if candidate.degrees.vpp == 1 and candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
+                found.append(self._by_block(candidate, time, memory, limit))
+            elif candidate.degrees.vpp == 1:
                 found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
             elif splits is not None:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
@@ -182,13 +184,51 @@ class SplitSearch:
             self._kept_prefixes[key] = self.prefix(kept)
         return self._kept_prefixes[key]
 
+    def _by_block(
+        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int
+    ) -> Iterator[Split]:
+        """(P3) The splits of v = 1 with one block of full recompute for all stages, best first. Each block has a dynamic
+        program of its own, which is opened when a bound on it is reached: with blocks of b layers and stages of at most n
+        at least min(1, b / n) of all layers are repeated, and T >= overhead + m / p (W + sends + what is repeated)."""
+        p, m = candidate.degrees.pp, candidate.micro_batches
+        most, each = self._most_layers(time, m, limit), int(min(time.full[:-2]))
+        work = int(self.prefix(_both(time))[-1] + sum(_both(time)[-2:]) + 2 * _links(time, p)[0].sum())
+
+        def least(block: int) -> int:
+            largest = max(min(most, self._most_held(candidate, memory, block)), 1)
+            repeated = self.layers * min(block, largest) * each // largest
+            return int(time.overhead) + m * (work + repeated) // p
+
+        opened: list[tuple[int, int, Split, Iterator[Split]]] = []
+        block = 1
+        while opened or block <= most:
+            while block <= most and least(block) <= limit and (not opened or least(block) <= opened[0][0]):
+                splits = _by_bound(self._stage_choices(candidate, time, memory, limit, ("full",), block), limit)
+                for split in itertools.islice(splits, 1):
+                    heapq.heappush(opened, (split.bound, block, split, splits))
+                block += 1
+            if not opened:
+                return
+            _, own, split, splits = heapq.heappop(opened)
+            yield split
+            for following in itertools.islice(splits, 1):
+                heapq.heappush(opened, (following.bound, own, following, splits))
+
     def _stage_choices(
-        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, modes: Modes
+        self,
+        candidate: Candidate,
+        time: TimeCoefficients,
+        memory: MemoryCoefficients,
+        limit: int,
+        modes: Modes,
+        common: int = 0,
     ) -> list[_StageChoices]:
-        """(P1) The dynamic program, the first stage first; nothing where no split is within `limit`."""
+        """(P1) The dynamic program, the first stage first; nothing where no split is within `limit`. With `common` every
+        stage repeats that many layers in full, and the drain has its share of them."""
         p, m, total = candidate.degrees.pp, candidate.micro_batches, self.layers
         fills, drains = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
         most = self._most_layers(time, m, limit)
+        largest = max(min(most, self._most_held(candidate, memory, common)), 1) if common else 1
         busy = m * self.prefix(_both(time))
         forward, backward = self.prefix(time.forward), self.prefix(time.backward)
         floor, overlap = self.prefix(time.tail_floor), self.prefix(time.tail_overlap)
@@ -211,7 +251,7 @@ class SplitSearch:
             start = first[:, None]
             end = np.minimum(start + size, total)
             flying = in_flight_once(p, 1, m, k, candidate.schedule)[0]
-            extra, mode, block = self._stage_recompute(memory, time, state, start, end, flying, k, p, modes)
+            extra, mode, block = self._stage_recompute(memory, time, state, start, end, flying, k, p, modes, common)
             extra = np.where(extra < INFINITE // 4, m * extra, INFINITE // 2)
             work = busy[end] - busy[start] + extra + m * int(sends[k] + (sends[k + 1] if k < p - 1 else 0))
             tail_floor, tail_overlap = floor[end] - floor[start], overlap[end] - overlap[start]
@@ -227,6 +267,7 @@ class SplitSearch:
                 cost = cost + forward[start] + int(time.forward[-2]) + int(fill[k - 1])
             if k and drains:
                 drained = backward[start] + int(time.backward[-2]) + int(drain[k - 1])
+                drained = drained + start * min(common, largest) * int(min(time.full[:-2])) // largest
                 tail = np.maximum(tail, drained + int(time.tail_floor[-2]) + (int(time.tied) if p > 1 else 0))
             cost = cost + tail
             cost = np.where((extra < INFINITE // 4) & (start + size <= total), cost, INFINITE)
@@ -235,6 +276,17 @@ class SplitSearch:
             value = np.full(total + 1, INFINITE)
             value[first] = onward.min(axis=1)
         return choices[::-1] if value[0] <= limit else []
+
+    def _most_held(self, candidate: Candidate, memory: MemoryCoefficients, block: int) -> int:
+        """No stage of v = 1 holds more layers than this when each repeats `block` of them in full."""
+        p, m, kinds, most = candidate.degrees.pp, candidate.micro_batches, range(len(memory.state)), 0
+        for flying in {in_flight_once(p, 1, m, k, candidate.schedule)[0] for k in range(p)}:
+            plain = [memory.kept(kind, flying, "none") for kind in kinds]
+            saved = max(kept - memory.kept(kind, flying, "full") for kind, kept in zip(kinds, plain, strict=True))
+            each = min(state + kept for state, kept in zip(memory.state, plain, strict=True))
+            room = memory.capacity - memory.fixed + block * max(saved, 0)
+            most = max(most, self.layers if each <= 0 else room // each)
+        return min(most, self.layers)
 
     def _most_layers(self, time: TimeCoefficients, micro_batches: int, limit: int) -> int:
         """No stage of a plan within `limit` holds more layers than this."""
@@ -253,6 +305,7 @@ class SplitSearch:
         stage: int,
         stages: int,
         modes: Modes,
+        common: int = 0,
     ) -> tuple[Ints, Ints, Ints]:
         """(P3) for one chunk a stage: extra busy time, mode index and recomputed layers of each (start, end)."""
         base = memory.fixed + (memory.embedding if stage == 0 else 0) + (memory.head if stage == stages - 1 else 0)
@@ -270,14 +323,18 @@ class SplitSearch:
             least = 1 if modes == ("full",) else 0
             until = np.maximum(np.searchsorted(saved, saved[start] + need), np.minimum(start + least, end))
             until = np.where((until <= end) & self.whole, end, until)
+            if common:
+                fits = saved[np.minimum(start + common, end)] - saved[start] >= need
+                until = np.where(fits, np.minimum(start + common, end), self.layers + 1)
             reachable = until <= end
             cost = again[np.minimum(until, end)] - again[start]
             extra = np.where(reachable, cost, extra)
             mode = np.where(reachable, 2, mode)
-            block = np.where(reachable, np.maximum(until - start, 1), block)
+            block = np.where(reachable, common or np.maximum(until - start, 1), block)
             if least and np.any(start == end):
                 empty = (start == end) & (spare >= 0)
-                extra, mode, block = np.where(empty, 0, extra), np.where(empty, 2, mode), np.where(empty, 1, block)
+                extra, mode = np.where(empty, 0, extra), np.where(empty, 2, mode)
+                block = np.where(empty, common or 1, block)
         if "selective" in modes:
             selective = self._kept(memory, flying, "selective")
             again = self.prefix(time.selective)

@@ -166,7 +166,18 @@ def plan_training(
     qlora: QloraOption = None,
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
-    objective: Annotated[str, typer.Option("--objective", help="step-time.")] = "step-time",
+    objective: Annotated[
+        str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
+    ] = "step-time",
+    deadline_s: Annotated[
+        float | None, typer.Option("--deadline-s", help="Only plans whose step lasts no longer, in seconds.")
+    ] = None,
+    pareto: Annotated[
+        str | None, typer.Option("--pareto", help="Front of step time against energy or cost, beside the plan.")
+    ] = None,
+    pareto_step: Annotated[
+        float, typer.Option("--pareto-step", help="Least distance of its points, as a share of the step time; 0: all.")
+    ] = 0.02,
     rules: RulesOption = "megatron-core",
     profile: ProfileOption = None,
     fix: FixOption = None,
@@ -200,13 +211,23 @@ def plan_training(
         | packing_fields(mean_document_length, lengths)
     )
     with progress(quiet) as watch:
+        from shardwise.solver.pareto import pareto_front
         from shardwise.solver.solve import solve
 
-        with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
+        of_run = None if tokens is None and "cost" in (objective, pareto) else price
+        with with_terms(tokens, of_run, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
             instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
+        front = None
+        if pareto is not None:
+            front = pareto_front(
+                instance, pareto, step=pareto_step, price=price, deadline_s=deadline_s, time_limit_s=time_limit,
+                workers=workers, seed=seed, on_progress=watch.report,
+            )  # fmt: skip
         result = solve(
             instance=instance,
             objective=objective,
+            price=price,
+            deadline_s=deadline_s,
             time_limit_s=time_limit,
             workers=workers,
             seed=seed,
@@ -215,12 +236,16 @@ def plan_training(
             on_progress=watch.report,
         )
     run = None if terms is None or result.evaluation is None else run_of(result.evaluation, terms)
-    write_json(result.to_dict() | run_document(terms, run), json_path)
+    drawn = {} if front is None else {"pareto": front.to_dict()}
+    write_json(result.to_dict() | run_document(terms, run) | drawn, json_path)
     if output is not None and result.plan is not None:
         write(result.plan.to_json(), output)
-    from shardwise.solver.render import show_result
+    from shardwise.solver.render import show_front, show_result
 
-    show_result(show(json_path, output), instance, result, run)
+    console = show(json_path, output)
+    show_result(console, instance, result, run)
+    if front is not None:
+        show_front(console, front)
     code = {"OPTIMAL": DONE, "FEASIBLE": DONE, "INFEASIBLE": NO, "UNKNOWN": UNKNOWN}[result.status]
     # CP-SAT takes Ctrl-C itself and hands back what it has; without a limit nothing else ends a search early.
     if watch.interrupted or (result.status == "FEASIBLE" and time_limit is None):

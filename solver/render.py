@@ -12,19 +12,28 @@ from shardwise.data.model import Moe
 from shardwise.solver.training_run import ENDLESS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
     from shardwise.solver.evaluate import Evaluation
+    from shardwise.solver.pareto import Front
     from shardwise.solver.result import Result
     from shardwise.solver.simulate import Simulation
     from shardwise.solver.training_run import TrainingRun
 
 GB = 1e9
 MIB = 2**20
+PROVEN: dict[str, Callable[[Result], str]] = {
+    "step-time": lambda r: f"step time {r.value:.4f} s, no plan is faster than {r.bound:.4f} s",
+    "throughput-per-device": lambda r: f"{r.value:,.1f} tokens/s a device, no plan has more than {r.bound:,.1f}",
+    "energy": lambda r: f"{r.value:.5g} J a token at the wall, no plan takes less than {r.bound:.5g}",
+    "cost": lambda r: f"{r.value:.5g} USD per million tokens, no plan costs less than {r.bound:.5g}",
+    "devices": lambda r: f"{r.value:,.0f} devices, no plan has fewer than {r.bound:,.0f}",
+}
+"""Value and bound of each objective in words."""
 NOTHING = 1e-7
 """Shares below this are rounding."""
 
@@ -37,18 +46,39 @@ def show_result(console: Console, instance: Instance, result: Result, run: Train
             _line(console, f"  {escape(reason)}")
         show_search(console, result)
         return
-    _line(
-        console,
-        f"step time {result.value:.4f} s, no plan is faster than {result.bound:.4f} s "
-        f"(gap {100 * (result.gap or 0.0):.4f} %)",
-    )
+    _line(console, f"{PROVEN[result.objective](result)} (gap {100 * (result.gap or 0.0):.4f} %)")
+    if result.objective != "step-time":
+        _line(console, f"step time {result.evaluation.step_time_s:.4f} s")
     show_evaluation(console, instance, result.plan, result.evaluation)
     show_training_run(console, run)
     show_search(console, result)
     for other in result.alternatives[:3]:
-        words = "a tie" if other.tie else f"+{100 * (other.value / result.value - 1):.2f} %"
+        words = "a tie" if other.tie else f"{100 * (other.value / result.value - 1):+.2f} %"
         _line(console, f"also met, {words}: {difference_in_words(other.plan, result.plan)}")
     show_assumptions(console, instance)
+
+
+def show_front(console: Console, front: Front) -> None:
+    """The points of `plan --pareto`, the fastest first."""
+    table = Table(title=f"step time against {front.objective}", title_justify="left")
+    for name in ("step s", front.unit, "bound", "gap", "devices"):
+        table.add_column(name, justify="right")
+    table.add_column("plan", overflow="fold")
+    for point in front.points:
+        result = point.result
+        assert result.plan is not None
+        table.add_row(
+            f"{point.step_time_s:.4f}",
+            f"{point.value:.5g}",
+            f"{result.bound:.5g}",
+            f"{100 * (result.gap or 0.0):.3f} %",
+            str(result.plan.degrees.devices),
+            degrees_in_words(result.plan),
+        )
+    console.print(table)
+    apart = f"{100 * front.step:g} % of their step time apart" if front.step else "all that differ"
+    state = "complete" if front.complete else "not complete: the time was too short for some points"
+    _line(console, f"points {apart}; {state}. Each is the least of all plans that last no longer than its deadline.")
 
 
 def show_verdict(
