@@ -14,6 +14,7 @@ from case_inputs import bloom_like, evaluated, gpt_like, llama_like, nodes
 
 import shardwise as sw
 from shardwise.data.hf_config import model_from_config
+from shardwise.data.model import Attention
 from shardwise.data.rules import MEGATRON_CORE, context_faults, plan_risks, tensor_faults
 from shardwise.solver.default_plan import even_split
 from shardwise.solver.export.megatron import pipeline_layout
@@ -46,7 +47,10 @@ def test_78_layers_on_12_stages_need_7_on_the_largest_and_the_slack_is_spread() 
 
 
 def test_40_layers_on_16_stages_are_all_placed_and_written_out() -> None:
-    """megatron-1303: NVIDIA/Megatron-LM issue 1303. The launcher built 2 layers a stage, 32 of 40."""
+    """megatron-1303, https://github.com/NVIDIA/Megatron-LM/issues/1303.
+
+    The launcher built 2 layers a stage, 32 of 40.
+    """
     assert sorted(even_split(40, 16)) == [2] * 8 + [3] * 8
     result = sw.solve("gpt-3-13b", "dgx-h100:2", sw.Training(2048, 64), limits=["pp=16"], workers=1)
     assert result.plan is not None
@@ -57,7 +61,9 @@ def test_40_layers_on_16_stages_are_all_placed_and_written_out() -> None:
 
 
 def test_80_layers_on_16_stages_of_2_chunks_are_never_64() -> None:
-    """megatron-468: NVIDIA/Megatron-LM issue 468. 80 % 32 is not 0; the launcher trained 64 layers.
+    """megatron-468, https://github.com/NVIDIA/Megatron-LM/issues/468.
+
+    80 % 32 is not 0; the launcher trained 64 layers.
 
     Uneven chunks are legal only with a layout that names them, which an exported plan always does.
     """
@@ -83,13 +89,19 @@ def _layers_in_the_layout(plan: sw.Plan) -> int:
 
 
 def test_stage_layers_that_do_not_add_up_are_refused_on_one_stage_too() -> None:
-    """megatron-1778: NVIDIA/Megatron-LM issue 1778. One of 20 layers was trained, and TFLOP/s told of 20."""
+    """megatron-1778, https://github.com/NVIDIA/Megatron-LM/issues/1778.
+
+    One of 20 layers was trained, and TFLOP/s told of 20.
+    """
     with pytest.raises(sw.InputError, match="stages=1 must add up to the model's 20 layers"):
         evaluated(gpt_like(20, 1024, 16, 50257), "dgx-a100:1", sw.Training(1024, 8), pp=1, stages=[1])
 
 
 def test_whether_few_key_value_heads_are_replicated_is_said_to_depend_on_the_version() -> None:
-    """msswift-8219: modelscope/ms-swift issue 8219. 2 groups with tp=8: a ValueError in 0.15, runs in 0.16."""
+    """msswift-8219, https://github.com/modelscope/ms-swift/issues/8219.
+
+    2 groups with tp=8: a ValueError in 0.15, runs in 0.16.
+    """
     now = evaluated("qwen3.5-397b-a17b", "dgx-h200:16", sw.Training(4096, 128), tp=8)
     assert now.legal
     (risk,) = (risk for risk in now.risks if "num_key_value_heads" in risk)
@@ -102,7 +114,10 @@ def test_whether_few_key_value_heads_are_replicated_is_said_to_depend_on_the_ver
 
 
 def test_interleaving_with_too_few_micro_batches_says_where_they_come_from() -> None:
-    """nemo-14288: NVIDIA-NeMo/Speech issue 14288. A range [PP=6, M=3] told nobody what to change."""
+    """nemo-14288, https://github.com/NVIDIA-NeMo/Speech/issues/14288.
+
+    A range [PP=6, M=3] told nobody what to change.
+    """
     found = evaluated("llama-3.1-70b", "dgx-h100:6", sw.Training(4096, 6), tp=4, pp=6, vpp=2, dp=2)
     (fault,) = found.faults
     assert fault.startswith("vpp=2 needs micro_batches=3 to be a multiple of pp=6")
@@ -111,14 +126,16 @@ def test_interleaving_with_too_few_micro_batches_says_where_they_come_from() -> 
 
 
 def test_context_parallelism_is_limited_by_every_kind_of_layer() -> None:
-    """primerl-3042: PrimeIntellect-ai/prime-rl pull request 3042. 2 key/value heads, 128 Mamba heads in 8 groups.
+    """primerl-3042, https://github.com/PrimeIntellect-ai/prime-rl/pull/3042.
+
+    2 key/value heads, 128 Mamba heads in 8 groups.
 
     Ulysses over 2 and 8 ranks is legal where heads are replicated. Megatron replicates Mamba groups too, so that 16,
     illegal in prime-rl, is legal there.
     """
     model = sw.load_model("nemotron-3-ultra-550b-a55b")
     pack = replace(MEGATRON_CORE, context=("ulysses-kv",))
-    assert {kind.mixer.kv_heads for kind in model.kinds if hasattr(kind.mixer, "kv_heads")} == {2}
+    assert {kind.mixer.kv_heads for kind in model.kinds if isinstance(kind.mixer, Attention)} == {2}
     assert context_faults(pack, model, 1, 2, 131072) == []
     assert context_faults(pack, model, 1, 8, 131072) == []
     faults = context_faults(pack, model, 1, 12, 12 * 8192)
@@ -143,7 +160,10 @@ def test_context_parallelism_is_limited_by_every_kind_of_layer() -> None:
 def test_torchtitan_does_not_replicate_key_value_heads_and_latent_attention_has_none(
     model: str, tp: int, legal: bool
 ) -> None:
-    """torchtitan-2574: pytorch/torchtitan issue 2574, pull request 2577. tp is at most 2, 4 and 8 there; MLA is exempt."""
+    """torchtitan-2574, https://github.com/pytorch/torchtitan/issues/2574.
+
+    Checked since pull request 2577: tp is at most 2, 4 and 8 there; MLA is exempt.
+    """
     found = evaluated(model, "dgx-h100:16", sw.Training(4096, 128), rules="torchtitan", tp=tp)
     assert found.legal is legal
     if not legal:
@@ -154,7 +174,10 @@ def test_torchtitan_does_not_replicate_key_value_heads_and_latent_attention_has_
 
 
 def test_every_violated_rule_is_named_not_only_the_first() -> None:
-    """vllm-52435: vllm-project/vllm issue 52435. 64 heads and 256 experts on 3 GPUs: two more experts fix one rule of two."""
+    """vllm-52435, https://github.com/vllm-project/vllm/issues/52435.
+
+    64 heads and 256 experts on 3 GPUs: two more experts fix one rule of two.
+    """
     config = {
         "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 1536, "num_local_experts": 256, "num_experts_per_tok": 8,

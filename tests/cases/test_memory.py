@@ -6,6 +6,7 @@ docs/cases.md lists all of them, and those that are not held here.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from case_inputs import evaluated, gpt_like, llama_like, nodes, states_bytes
@@ -21,7 +22,9 @@ GB = 1e9
 
 
 def test_every_plugin_runs_out_for_one_of_two_reasons_and_only_one_is_the_state() -> None:
-    """colossal-5068: hpcaitech/ColossalAI issue 5068. Llama-2-70B, 64.24 Gi parameters, 16-bit gradients, 32 A100 of 80 GB.
+    """colossal-5068, https://github.com/hpcaitech/ColossalAI/issues/5068.
+
+    Llama-2-70B, 64.24 Gi parameters, 16-bit gradients, 32 A100 of 80 GB.
 
     TP4 DP8 with ZeRO-1 holds 64.2 + 24.1 = 88.3 GiB and cannot fit; TP8 PP2 DP2 holds 40.1 GiB and can. The second died
     while it loaded, which no line of ours counts yet (docs/cost-model.md).
@@ -30,7 +33,7 @@ def test_every_plugin_runs_out_for_one_of_two_reasons_and_only_one_is_the_state(
     assert model.params / GIB == pytest.approx(64.24, abs=0.01)
     profile = replace(load_profile("megatron-core"), gradient_bytes=2.0)
 
-    def run(**degrees: int) -> sw.Evaluation:
+    def run(**degrees: Any) -> sw.Evaluation:
         instance = sw.build_instance(model, "dgx-a100:4", sw.Training(1024, 16))
         instance = replace(instance, profile=profile)
         plan = plan_from_degrees(instance, degrees_from(instance, micro_batch=2, **degrees), recompute="full")
@@ -45,7 +48,9 @@ def test_every_plugin_runs_out_for_one_of_two_reasons_and_only_one_is_the_state(
 
 
 def test_the_ends_of_a_pipeline_of_single_layers_need_more_than_its_middle() -> None:
-    """deepspeed-1378: deepspeedai/DeepSpeed issue 1378. 10,824, 8,041 and 10,981 MB allocated on first, middle, last.
+    """deepspeed-1378, https://github.com/deepspeedai/DeepSpeed/issues/1378.
+
+    10,824, 8,041 and 10,981 MB allocated on first, middle, last.
 
     The report leaves the width out, so that only what it explains is held: the ends hold the tied embedding too, the last
     one most, and a split with empty ends is searched.
@@ -68,7 +73,9 @@ def test_the_ends_of_a_pipeline_of_single_layers_need_more_than_its_middle() -> 
 
 
 def test_24_small_devices_are_a_lower_bound_and_32_are_enough() -> None:
-    """llmfoundry-437: mosaicml/llm-foundry issue 437. MPT-30B fully trained with Lion under FSDP, 12 bytes a parameter.
+    """llmfoundry-437, https://github.com/mosaicml/llm-foundry/issues/437.
+
+    MPT-30B fully trained with Lion under FSDP, 12 bytes a parameter.
 
     360 GB are 23 V100 of 16 GB at least; the maintainer says 24, and 32 with a margin. Lion keeps one moment, as SGD does.
     """
@@ -94,7 +101,9 @@ def test_24_small_devices_are_a_lower_bound_and_32_are_enough() -> None:
 
 
 def test_unfused_attention_grows_with_the_square_of_the_sequence() -> None:
-    """longvita-7: VITA-MLLM/Long-VITA issue 7. One layer of Qwen2.5-14B, tp=4: 4,026, 12,110 and 43,931 MB at 4k, 8k, 16k.
+    """longvita-7, https://github.com/VITA-MLLM/Long-VITA/issues/7.
+
+    One layer of Qwen2.5-14B, tp=4: 4,026, 12,110 and 43,931 MB at 4k, 8k, 16k.
 
     The three points have a quadratic term of 155 bytes a pair of tokens, on 10 heads: above one fused softmax and below
     a chain of fp32 operations. At 32k the whole model ran out on 8 H20 of 96 GB.
@@ -107,7 +116,7 @@ def test_unfused_attention_grows_with_the_square_of_the_sequence() -> None:
     for attention in ("flash", "unfused", "eager"):
         memory = [
             evaluated(
-                config, nodes("H20", 8, "nvlink4"), sw.Training(length, 2, attention=attention), recompute="full", tp=4  # type: ignore[arg-type]
+                config, nodes("H20", 8, "nvlink4"), sw.Training(length, 2, attention=attention), recompute="full", tp=4
             ).stages[0].recompute_working
             for length in (4096, 8192, 16384)
         ]  # fmt: skip
@@ -124,7 +133,9 @@ def test_unfused_attention_grows_with_the_square_of_the_sequence() -> None:
 
 
 def test_flash_attention_is_not_taken_for_granted_on_a_v100() -> None:
-    """megatron-525: NVIDIA/Megatron-LM issue 525. GPT-2 of 774M: an estimate of 23.3 GB, out of memory at 29.6 GB on 32 GB.
+    """megatron-525, https://github.com/NVIDIA/Megatron-LM/issues/525.
+
+    GPT-2 of 774M: an estimate of 23.3 GB, out of memory at 29.6 GB on 32 GB.
 
     The micro-batch is not in the report; the one at which flash attention would fit with room and the scores do not is 4.
     """
@@ -145,7 +156,10 @@ def test_flash_attention_is_not_taken_for_granted_on_a_v100() -> None:
 
 
 def test_the_heaviest_stage_is_told_not_the_average() -> None:
-    """megbridge-5077: NVIDIA-NeMo/Megatron-Bridge pull request 5077. 8 layers as 1, 2, 2, 3: an average is 32 % too low."""
+    """megbridge-5077, https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077.
+
+    8 layers as 1, 2, 2, 3: an average is 32 % too low.
+    """
     model = llama_like(8, 1024, 16, 16, 4096, 32000)
     instance = sw.build_instance(model, "dgx-h100:1", sw.Training(1024, 16))
     plan = plan_from_degrees(instance, degrees_from(instance, pp=4, dp=1), stages=[1, 2, 2, 3])
@@ -163,7 +177,10 @@ def test_the_heaviest_stage_is_told_not_the_average() -> None:
 
 
 def test_vocabulary_work_is_split_by_tp_and_not_by_expert_parallelism() -> None:
-    """nemorl-2668: NVIDIA-NeMo/RL pull request 2668. Qwen3.5-35B-A3B on 16 H100, EP16: TP1 out of memory, TP2 ETP1 runs."""
+    """nemorl-2668, https://github.com/NVIDIA-NeMo/RL/pull/2668.
+
+    Qwen3.5-35B-A3B on 16 H100, EP16: TP1 out of memory, TP2 ETP1 runs.
+    """
 
     def run(tp: int) -> sw.Evaluation:
         return evaluated("qwen3.5-35b-a3b", "dgx-h100:2", sw.Training(4096, 64), tp=tp, ep=16, etp=1)
@@ -177,10 +194,13 @@ def test_vocabulary_work_is_split_by_tp_and_not_by_expert_parallelism() -> None:
 
 
 def test_vocabulary_work_is_not_split_by_pipelines_or_replicas() -> None:
-    """skyrl-1610: NovaSky-AI/SkyRL pull request 1610. 65k tokens of a vocabulary of 128k: fp32 logits alone are 34 GB."""
+    """skyrl-1610, https://github.com/NovaSky-AI/SkyRL/pull/1610.
+
+    65k tokens of a vocabulary of 128k: fp32 logits alone are 34 GB.
+    """
     model = llama_like(8, 4096, 32, 8, 14336, 131072)
 
-    def logits(**degrees: int) -> float:
+    def logits(**degrees: Any) -> float:
         return evaluated(model, "dgx-b200:1", sw.Training(65536, 8), recompute="full", **degrees).stages[-1].logits
 
     alone = logits(dp=1)
@@ -191,7 +211,10 @@ def test_vocabulary_work_is_not_split_by_pipelines_or_replicas() -> None:
 
 
 def test_long_sequences_on_64_devices_take_context_parallelism() -> None:
-    """nemorl-883: NVIDIA-NeMo/RL issue 883. Qwen3-32B, 131,072 tokens: TP8 DP8 ran to 49,152; CP 4 or more is needed."""
+    """nemorl-883, https://github.com/NVIDIA-NeMo/RL/issues/883.
+
+    Qwen3-32B, 131,072 tokens: TP8 DP8 ran to 49,152; CP 4 or more is needed.
+    """
     kept = evaluated("qwen3-32b", "dgx-h100:8", sw.Training(131072, 64), tp=8, dp=8)
     assert kept.verdict == "does not fit"
     assert kept.stages[0].logits > 4 * 131072 * 151936 / 8
@@ -204,7 +227,10 @@ def test_long_sequences_on_64_devices_take_context_parallelism() -> None:
 
 @pytest.mark.parametrize("experts", [1, 8])
 def test_the_default_batch_of_a_16b_runs_out_and_a_smaller_one_fits(experts: int) -> None:
-    """torchtitan-1789: pytorch/torchtitan issue 1789. DeepSeek-V3-16B, 8 H100: out of memory, then 73.3 GiB, 92.7 %."""
+    """torchtitan-1789, https://github.com/pytorch/torchtitan/issues/1789.
+
+    DeepSeek-V3-16B, 8 H100: out of memory, then 73.3 GiB, 92.7 %.
+    """
 
     def run(micro_batch: int) -> sw.Evaluation:
         return evaluated(
@@ -242,7 +268,9 @@ def test_a_plan_at_96_percent_of_memory_is_not_called_safe() -> None:
 
 
 def test_adam_of_671b_does_not_fit_on_96_devices_of_80_gb() -> None:
-    """verl-3019: verl-project/verl pull request 3019. Weights and fp32 gradients are 42 GB a device, with Adam 126 GB.
+    """verl-3019, https://github.com/verl-project/verl/pull/3019.
+
+    Weights and fp32 gradients are 42 GB a device, with Adam 126 GB.
 
     It ran with the whole optimizer on the host, which is not modelled.
     """
@@ -273,7 +301,9 @@ def test_adam_of_671b_does_not_fit_on_96_devices_of_80_gb() -> None:
 
 
 def test_recompute_is_not_promised_to_lower_every_line() -> None:
-    """megatron-1300: NVIDIA/Megatron-LM issue 1300. Full recompute ran out where a module outside the layers dominated.
+    """megatron-1300, https://github.com/NVIDIA/Megatron-LM/issues/1300.
+
+    Full recompute ran out where a module outside the layers dominated.
 
     What recompute cannot lower is there in lines of its own, and the layer that is repeated is one of them.
     """
@@ -289,7 +319,10 @@ def test_recompute_is_not_promised_to_lower_every_line() -> None:
 
 
 def test_a_risk_is_told_where_legal_plans_are_known_to_hang() -> None:
-    """torchtitan-1558: pytorch/torchtitan issue 1558. DeepSeek-V3 on 512 devices: FSDP with TP8 ran, PP4 with EP8 hung."""
+    """torchtitan-1558, https://github.com/pytorch/torchtitan/issues/1558.
+
+    DeepSeek-V3 on 512 devices: FSDP with TP8 ran, PP4 with EP8 hung.
+    """
     both = evaluated("deepseek-v3", "dgx-h200:64", sw.Training(4096, 1024), rules="torchtitan", pp=4, ep=8)
     assert both.legal
     assert any(risk.startswith("pp=4 with ep=8: legal, but reported to hang") for risk in both.risks)
