@@ -222,7 +222,7 @@ def show_assumptions(console: Console, instance: Instance) -> None:
     """What the inputs left unsaid."""
     assumed = [*instance.model.assumed, *instance.cluster.assumed]
     if any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
-        assumed.append("tokens are routed evenly over the experts; expert parallelism is evaluated, not searched yet")
+        assumed.append("tokens are routed evenly over the experts; imbalance would slow plans with ep > 1 most")
     for line in assumed:
         _line(console, f"assumed: {escape(line)}")
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from case_inputs import bloom_like, evaluated, llama_like, nodes, states_bytes
+from typer.testing import CliRunner
 
 import shardwise as sw
+from shardwise.solver.cli import app
 from shardwise.solver.export.megatron import pipeline_layout
 
 GB = 1e9
@@ -328,3 +330,13 @@ def test_batches_of_any_size_are_searched_and_recompute_only_where_memory_asks()
     assert evaluated(
         "deepseek-v2-lite", "dgx-b200:1", sw.Training(4096, 64), rules="torchtitan", micro_batch=8
     ).verdict == "does not fit"  # fmt: skip
+
+
+def test_even_routing_is_told_as_an_assumption_that_expert_parallelism_rests_on() -> None:
+    """pithtrain-79, https://github.com/mlc-ai/pith-train/issues/79.
+
+    Unbalanced routing cost extra with expert parallelism, and none without.
+    """
+    arguments = ["qwen3-30b-a3b", "dgx-b200:1", "--seq-len", "4096", "--global-batch", "64", "--ep", "8"]
+    said = CliRunner().invoke(app, ["evaluate", *arguments]).stdout
+    assert "assumed: tokens are routed evenly over the experts; imbalance would slow plans with ep > 1 most" in said
