@@ -257,11 +257,11 @@ def kernel_risks(instance: Instance) -> list[str]:
 
 
 def memory_risks(instance: Instance, stages: tuple[StageMemory, ...]) -> list[str]:
-    """That the memory of the device, whatever the user's limit, lies within the band of the prediction."""
+    """That a plan that fits is within the band of the prediction of the memory of the device, whatever the user's limit."""
     band, memory_bytes = instance.profile.memory_band, instance.accelerator.memory_bytes
     worst = max(range(len(stages)), key=lambda k: stages[k].total)
     need = stages[worst].total
-    if verdict_of(need, memory_bytes, band) != "tight":
+    if need > memory_bytes or verdict_of(need, memory_bytes, band) != "tight":
         return []
     return [
         f"memory: stage {worst} needs {need / GB:.1f} of {memory_bytes / GB:.1f} GB, {100 * need / memory_bytes:.0f} %, and the "
