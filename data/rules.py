@@ -160,6 +160,9 @@ FREE = Rules(
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
+FP8_WIDTH = {"fp8": 16, "mxfp8": 32}
+"""What the width of a product in 8 bits is a multiple of (TransformerEngine pytorch/utils.py, `check_dim_for_fp8_exec`;
+pytorch/constants.py, `MXFP8_BLOCK_SCALING_SIZE`)."""
 ABSENT = {
     "pp": "pipeline parallelism",
     "vpp": "interleaved chunks",
@@ -275,7 +278,10 @@ def batch_faults(rules: Rules, global_batch: int, micro_batch: int, dp: int) -> 
 def interleave_faults(rules: Rules, pp: int, vpp: int, micro_batches: int) -> list[str]:
     """Interleaving runs groups of pp micro-batches, so M % pp == 0 (schedules.py L1157-1180, the default group)."""
     if vpp > 1 and rules.interleave_group_is_pp and micro_batches % pp:
-        return [f"vpp={vpp} needs micro_batches={micro_batches} to be a multiple of pp={pp}"]
+        return [
+            f"vpp={vpp} needs micro_batches={micro_batches} to be a multiple of pp={pp}; they are "
+            "global_batch / (micro_batch x dp): raise global_batch, or lower micro_batch, dp or pp"
+        ]
     return []
 
 
@@ -497,3 +503,46 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if rules.linear_ranks:
         faults += order_faults(d, plan.placement)
     return faults
+
+
+def plan_risks(rules: Rules, model: Model, precision: str, degrees: Degrees) -> list[str]:
+    """What a legal plan may still run into: another version of the framework, kernels that do not take its shapes, and
+    what users reported."""
+    d, risks = degrees, []
+    for kind in model.kinds:
+        mixer, ffn = kind.mixer, kind.ffn
+        if (
+            isinstance(mixer, Attention)
+            and mixer.latent is None
+            and d.tp > mixer.kv_heads
+            and rules.name.startswith(("megatron-core", "mindspeed"))
+            and not any(_kind_faults(rules, kind, d.tp))
+        ):
+            risks.append(
+                f"tp={d.tp} replicates num_key_value_heads={mixer.kv_heads}: Megatron-Core 0.15 and earlier refuse it, 0.16 "
+                "takes it (modelscope/ms-swift issue 8219)"
+            )
+        risks += _narrow_risks(ffn, precision, d)
+    experts = any(isinstance(kind.ffn, Moe) for kind in model.kinds)
+    if rules.name.startswith("torchtitan") and experts and d.pp > 1 and d.ep > 1:
+        risks.append(
+            f"pp={d.pp} with ep={d.ep}: legal, but reported to hang (pytorch/torchtitan issue 1558); try it on few layers"
+        )
+    return list(dict.fromkeys(risks))
+
+
+def _narrow_risks(ffn: Mlp | Moe | None, precision: str, degrees: Degrees) -> Iterable[str]:
+    """Widths on one device that 8-bit products do not take."""
+    multiple, tp, etp = FP8_WIDTH.get(precision, 1), degrees.tp, degrees.etp
+    widths = []
+    if isinstance(ffn, Mlp):
+        widths = [("intermediate_size", ffn.intermediate, "tp", tp)]
+    elif isinstance(ffn, Moe):
+        widths = [("moe_intermediate_size", ffn.intermediate, "etp", etp)]
+        widths += [("shared_expert_intermediate_size", ffn.shared_intermediate, "tp", tp)]
+    for name, width, axis, ways in widths:
+        if width % ways == 0 and width // ways % multiple:
+            yield (
+                f"precision={precision}: {name}={width} / {axis}={ways} = {width // ways} is not a multiple of {multiple}, "
+                f"which its matrix products ask for; lower {axis}"
+            )

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, Moe
-from shardwise.data.rules import plan_faults
+from shardwise.data.rules import plan_faults, plan_risks
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
 from shardwise.formulations.layer_costs import packed_keys
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 ALIGNED_HEAD = 8
+FLASH = ("flash", "flash2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,11 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         memory_band=instance.profile.memory_band,
         energy=_energy(tables, plan, timed),
         energy_reason=why_no_energy(instance.accelerator),
-        risks=tuple(kernel_risks(instance)),
+        risks=(
+            *kernel_risks(instance),
+            *plan_risks(instance.rules, instance.model, instance.workload.precision, plan.degrees),
+            *memory_risks(instance, stages),
+        ),
         objective_units=None if unit_s is None else int(timed_plan(instance, plan, unit_s).step_time),
     )
 
@@ -239,10 +244,30 @@ def kernel_risks(instance: Instance) -> list[str]:
     """Shapes that kernels run slower than the curves say: heads of 108 ran 30 % slower than of 144 at one hidden size
     (bigscience train/tr11-176B-ml/chronicles-prequel.md)."""
     sizes = {kind.mixer.head_dim for kind in instance.model.kinds if isinstance(kind.mixer, Attention)}
-    return [
+    risks = [
         f"head_dim={size} is not a multiple of {ALIGNED_HEAD}: attention and its projections may run a third slower"
         for size in sorted(sizes)
         if size % ALIGNED_HEAD
+    ]
+    device, chosen = instance.accelerator, instance.workload.attention
+    if sizes and chosen in FLASH and device.vendor == "NVIDIA" and "bf16" not in device.flops_per_s:
+        risks.append(
+            f"attention={chosen}: {device.name} is older than Ampere, which FlashAttention-2 needs; attention=unfused "
+            "counts the scores that it holds instead"
+        )
+    return risks
+
+
+def memory_risks(instance: Instance, stages: tuple[StageMemory, ...]) -> list[str]:
+    """That a plan that fits is within the band of the prediction of the memory of the device, whatever the user's limit."""
+    band, memory_bytes = instance.profile.memory_band, instance.accelerator.memory_bytes
+    worst = max(range(len(stages)), key=lambda k: stages[k].total)
+    need = stages[worst].total
+    if need > memory_bytes or verdict_of(need, memory_bytes, band) != "tight":
+        return []
+    return [
+        f"memory: stage {worst} needs {need / GB:.1f} of {memory_bytes / GB:.1f} GB, {100 * need / memory_bytes:.0f} %, and the "
+        f"prediction is good to {100 * band:.0f} %: it may run out; memory_gb<={memory_bytes / (1 + band) / GB:.1f} keeps clear"
     ]
 
 

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.data.model import Moe
+from shardwise.data.plan import PLACED
 from shardwise.solver.training_run import ENDLESS
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def show_assumptions(console: Console, instance: Instance) -> None:
     """What the inputs left unsaid."""
     assumed = [*instance.model.assumed, *instance.cluster.assumed]
     if any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
-        assumed.append("tokens are routed evenly over the experts; expert parallelism is evaluated, not searched yet")
+        assumed.append("tokens are routed evenly over the experts; imbalance would slow plans with ep > 1 most")
     for line in assumed:
         _line(console, f"assumed: {escape(line)}")
 
@@ -340,12 +341,12 @@ def _memory(evaluation: Evaluation) -> Table:
 def _placement(instance: Instance, plan: Plan) -> Table:
     p = plan.placement
     table = Table(
-        *("level", "link", "tp", "pp", "dp", "members used"),
+        *("level", "link", *PLACED, "members used"),
         title=f"placement, rank order {p.rank_order}",
         title_justify="left",
     )
     for level, link in enumerate(instance.levels):
-        factors = (str(p.factors(axis)[level]) for axis in ("tp", "pp", "dp"))
+        factors = (str(p.factors(axis)[level]) for axis in PLACED)
         table.add_row(escape(instance.cluster.levels[level]), escape(link.name), *factors, str(p.blocks[level]))
     return table
 
@@ -353,7 +354,7 @@ def _placement(instance: Instance, plan: Plan) -> Table:
 def _crossings(instance: Instance, plan: Plan) -> str:
     """Which axis communicates over which level."""
     names, said = instance.cluster.levels, []
-    for axis in ("tp", "pp", "dp"):
+    for axis in PLACED:
         crossed = [name for name, factor in zip(names, plan.placement.factors(axis), strict=True) if factor > 1]
         if crossed:
             said.append(f"{axis} over {' and '.join(crossed)}")
