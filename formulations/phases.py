@@ -20,9 +20,9 @@ import numpy as np
 
 from shardwise.formulations.coefficients import groups_of, sharding_of
 from shardwise.formulations.layer_time import time_by_cause
-from shardwise.formulations.memory import KindParams, end_params_on_device, tied_copy
+from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import links_of
-from shardwise.formulations.step_time import straggling
+from shardwise.formulations.step_time import params_optimizer_s, straggling
 
 if TYPE_CHECKING:
     from shardwise.data.pipeline import Layout
@@ -48,12 +48,14 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
     sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
     terms, times = tables.terms(sharding, groups), tables.times(sharding, groups)
     time, scale = tables.time(degrees, placement, schedule), straggling(instance, degrees.devices)
-    dense, expert = tables.group_rates(degrees, placement, schedule)
+    rates = tables.group_rates(degrees, placement, schedule)
+    apart = tied_copy(instance, degrees.pp, schedule)
+    held = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
     compute, communication, optimizer = [], [], []
     units = zip(
         (*terms.kinds, terms.embedding, terms.head),
         (*times.kinds, times.embedding, times.head),
-        unit_params(tables, degrees, schedule),
+        (*held, *end_units(instance, degrees.tp, with_tied_copy=apart)),
         strict=True,
     )
     for unit, (term, own, params) in enumerate(units):
@@ -61,19 +63,8 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
         gathers = time.forward[unit] + time.backward[unit] - scale * own.both_s
         compute.append(scale * causes[COMPUTE])
         communication.append(scale * sum(causes[name] for name in EXPOSED) + gathers)
-        optimizer.append(dense.optimizer_s * params.dense + expert.optimizer_s * params.expert)
+        optimizer.append(params_optimizer_s(*rates, params))
     return Phases(tuple(compute), tuple(communication), tuple(optimizer))
-
-
-def unit_params(tables: CostTables, degrees: Degrees, schedule: str) -> tuple[KindParams, ...]:
-    """Parameters of every unit on one device."""
-    instance, tp = tables.instance, degrees.tp
-    apart = tied_copy(instance, degrees.pp, schedule)
-    ends = (
-        end_params_on_device(instance, tp, head=False),
-        end_params_on_device(instance, tp, head=True, with_tied_copy=apart),
-    )
-    return (*tables.kind_params(tp, degrees.ep, degrees.etp), *(KindParams(count, 0) for count in ends))
 
 
 def transfers(time: TimeCoefficients, where: Layout, pp: int) -> float:
