@@ -241,9 +241,10 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
     transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
+    repeated: Floats | float = 0.0
     if within_s is not None:
         last_chunk = last_chunk_layers(within_s, grid.micro_batches * fastest, layers)
-    repeated = _repeated(best, grid, last_chunk) * scale
+        repeated = _repeated(best, grid, last_chunk) * scale
     lower = work_bound_s(
         work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
         drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
@@ -300,35 +301,49 @@ class LeastLayer:
 
 def repeated_layers(tables: CostTables, schedule: str, grid: Grid, least: LeastLayer, most: Floats) -> Floats:
     """(B8), (B9) Layers that no plan of a row avoids to repeat; `most` is n."""
-    instance, p, v, m = tables.instance, grid.pp[:, None], grid.vpp[:, None], grid.micro_batches[:, None]
-    spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
-    layers, rules = len(instance.model.layers), instance.rules
+    spare = tables.capacity_mib * MIB - tables.instance.profile.memory_reserve_bytes
+    layers, rules = len(tables.instance.model.layers), tables.instance.rules
     if spare <= 0:
         return np.zeros(len(grid))
-    stage = np.arange(int(p.max()))
-    there, left = stage < p, p - stage
-    passes = np.minimum(2 * left - 1 + (v - 1) * p, m * v) / v
-    inner = (stage > 0) & (left > 1) & (rules.even_chunks and schedule == "interleaved-1f1b")
-    flying = np.where(v == 1, np.minimum(left, m), np.where(inner, passes, 1.0))
-    flying = np.where(there, np.maximum(flying, 1.0), 1.0)
-    states, kept, plain, full = (
-        np.maximum(own, 1e-9)[:, None] for own in (least.states, least.kept, least.plain, least.full)
-    )
-    room = np.where(there, spare / (states + flying * kept), 0.0)
+    flying = _in_flight(grid, even=rules.even_chunks and schedule == "interleaved-1f1b")
+    there = flying > 0
+    room = there * spare / (least.states[:, None] + flying * least.kept[:, None])
     beyond = np.maximum(layers - _whole(room).sum(axis=1), 0.0)
-    out = np.maximum(layers - room.sum(axis=1), 0.0) * (1 + states[:, 0] / (flying.max(axis=1) * kept[:, 0]))
-    out = np.maximum(out, beyond)
-    if rules.uniform_recompute:
-        held = np.where(there, spare / (states + flying * plain), 0.0)
-        gained = np.where(there, flying * np.maximum(plain - full, 0.0) / (states + flying * plain), 0.0)
-        block = np.maximum(layers - held.sum(axis=1), 0.0) / np.maximum(gained.sum(axis=1), 1e-9)
-        block = np.maximum(np.ceil(block - 1e-6), 1.0)
-        for _ in range(BLOCKS_TRIED):
-            block += _whole(held + block[:, None] * gained).sum(axis=1) < layers
-        largest = np.minimum(_whole(held + block[:, None] * gained).max(axis=1), np.maximum(most, 1.0))
-        common = layers * np.minimum(block / np.maximum(largest, 1e-9), 1.0)
-        out = np.where((v[:, 0] == 1) & (beyond > 0), np.maximum(out, common), out)
+    slope = 1 + least.states / np.maximum(flying.max(axis=1) * least.kept, 1e-9)
+    out = np.maximum(beyond, np.maximum(layers - room.sum(axis=1), 0.0) * slope)
+    chosen = np.nonzero((grid.vpp == 1) & (beyond > 0) & rules.uniform_recompute)[0]
+    if len(chosen):
+        common = _common_block(least.rows(chosen, chosen), flying[chosen], spare, layers, np.maximum(most[chosen], 1.0))
+        out[chosen] = np.maximum(out[chosen], common)
     return np.asarray(out)
+
+
+def _in_flight(grid: Grid, *, even: bool) -> Floats:
+    """(B8) f_k, shape (rows, stages); 0 for stages that a row does not have."""
+    p, v, m = grid.pp[:, None], grid.vpp[:, None], grid.micro_batches[:, None]
+    stage = np.arange(int(p.max()))
+    left = p - stage
+    flying = np.where(v == 1, np.minimum(left, m), 1).astype(np.float64)
+    if even:
+        passes = np.minimum(2 * left - 1 + (v - 1) * p, m * v) / v
+        flying = np.where((v > 1) & (stage > 0) & (left > 1), np.maximum(passes, 1.0), flying)
+    return np.where(left > 0, np.maximum(flying, 1.0), 0.0)
+
+
+def _common_block(least: LeastLayer, flying: Floats, spare: float, layers: int, most: Floats) -> Floats:
+    """(B9) Layers that all stages together repeat."""
+    need = least.states[:, None] + flying * least.plain[:, None]
+    held = (flying > 0) * spare / need
+    gained = flying * np.maximum(least.plain - least.full, 0.0)[:, None] / need
+    block = np.maximum(layers - held.sum(axis=1), 0.0) / np.maximum(gained.sum(axis=1), 1e-9)
+    block = np.maximum(np.ceil(block - 1e-6), 1.0)
+    for _ in range(BLOCKS_TRIED):
+        short = _whole(held + block[:, None] * gained).sum(axis=1) < layers
+        if not short.any():
+            break
+        block += short
+    largest = np.minimum(_whole(held + block[:, None] * gained).max(axis=1), most)
+    return np.asarray(layers * np.minimum(block / np.maximum(largest, 1e-9), 1.0))
 
 
 def _whole(layers: Floats) -> Floats:
