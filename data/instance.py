@@ -72,8 +72,9 @@ class Instance:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """What one device may use: its memory, or the user's `memory_gb` limit if that is lower."""
-        return int(min(self.accelerator.memory_bytes, self.limits.memory_gb * 1e9))
+        """What one device may use: its memory, or the user's `memory_gb` or `memory_fraction` of it if that is lower."""
+        own = self.accelerator.memory_bytes
+        return int(min(own, self.limits.memory_fraction * own, self.limits.memory_gb * 1e9))
 
 
 def has_learned_positions(model: Model) -> bool:

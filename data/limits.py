@@ -1,4 +1,4 @@
-"""The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`.
+"""The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`, `memory_fraction<=0.9`.
 
 Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` and `schedule`
 take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
@@ -59,6 +59,7 @@ class Limits:
     recompute: str | None = None
     schedule: str | None = None
     memory_gb: float = inf
+    memory_fraction: float = 1.0
     text: tuple[str, ...] = ()
 
     def range(self, variable: str) -> Range:
@@ -97,7 +98,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     faults: list[str] = []
     ranges: dict[str, Range] = {}
     named: dict[str, set[str]] = {name: set() for name in NAMED}
-    memory_gb = inf
+    memory_gb, memory_fraction = inf, 1.0
     written = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
     for text in written:
         match = _FORM.fullmatch(text)
@@ -119,13 +120,21 @@ def parse_limits(texts: Iterable[str]) -> Limits:
                 faults.append(f"limit {text!r}: memory_gb takes <= and a positive number of decimal GB")
             else:
                 memory_gb = min(memory_gb, number)
+        elif variable == "memory_fraction":
+            number = _number(value)
+            if sign not in ("<=", "<") or number is None or not 0 < number <= 1:
+                faults.append(
+                    f"limit {text!r}: memory_fraction takes <= and a share of the memory, above 0 and at most 1"
+                )
+            else:
+                memory_fraction = min(memory_fraction, number)
         elif variable in INTEGER_VARIABLES:
             if not re.fullmatch(r"\d{1,10}", value) or int(value) > MAX_VALUE:
                 faults.append(f"limit {text!r}: {variable} takes a whole number from 0 to {MAX_VALUE}")
             else:
                 ranges[variable] = _narrow(ranges.get(variable, Range()), sign, int(value))
         else:
-            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb"))
+            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb", "memory_fraction"))
             faults.append(f"limit {text!r}: unknown variable {variable!r}; known are {known}")
     for variable, allowed in ranges.items():
         if allowed.low > allowed.high:
@@ -139,7 +148,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     if faults:
         raise InputError(faults)
     recompute, schedule = (next(iter(named[name]), None) for name in ("recompute", "schedule"))
-    return Limits(ranges, recompute, schedule, memory_gb, written)
+    return Limits(ranges, recompute, schedule, memory_gb, memory_fraction, written)
 
 
 def _number(value: str) -> float | None:

@@ -6,7 +6,6 @@ A limit that binds is one that a better plan may lie behind; what lies there is 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from shardwise.data.limits import MAX_VALUE, variable_of
@@ -61,7 +60,8 @@ def _others(instance: Instance, plan: Plan, evaluation: Evaluation) -> Iterator[
     layers = max(plan.stages[evaluation.worst_stage].layers, 1)
     layer = (worst.weights + worst.gradients + worst.optimizer + worst.activations) / layers
     capacity = evaluation.capacity_mib * 2**20
-    own = "user" if isfinite(instance.limits.memory_gb) else "cluster"
+    limited = instance.memory_limit_bytes < instance.accelerator.memory_bytes
+    own = "user" if limited else "cluster"
     yield Limit(
         "memory of a device",
         own,

@@ -116,7 +116,8 @@ ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
 ]
 LimitOption = Annotated[
-    list[str] | None, typer.Option("--limit", help='Such as "pp<=8" or "memory_gb<=70". Repeat it.')
+    list[str] | None,
+    typer.Option("--limit", help='Such as "pp<=8" , "memory_gb<=70" or "memory_fraction<=0.9". Repeat it.'),
 ]
 FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")]
 
