@@ -1,0 +1,311 @@
+"""Does a model fit, where does its memory go, and on how many devices at least.
+
+The fewest devices come from memory alone (`formulations.device_counts`); the plan on them is the fastest that a search
+over exactly so many devices proves. Every smaller number is excluded by a bound.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.data.cluster_catalog import family_cluster, is_accelerator, load_cluster, usual_family
+from shardwise.data.faults import InputError
+from shardwise.data.limits import parse_limits
+from shardwise.data.workload import OPTIMIZER_STATE_BYTES, Training
+from shardwise.formulations.device_counts import Arithmetic, DeviceCounts, arithmetic
+from shardwise.solver.evaluate import cost_tables
+from shardwise.solver.search import TimeUpError
+from shardwise.solver.solve import build_instance, solve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from shardwise.data.cluster import Cluster
+    from shardwise.data.instance import Instance
+    from shardwise.data.model import Model
+    from shardwise.formulations.device_counts import Count
+    from shardwise.solver.result import Progress, Result
+
+Answer = Literal["fits", "tight", "does not fit", "unknown"]
+
+COMMON = ("a100-40gb", "a100", "h100", "h200", "b200", "mi300x", "l40s", "a10g")
+"""The accelerators that are asked about most."""
+MOST_DEVICES = 4096
+"""Of an accelerator without a cluster."""
+SEQ_LEN, GLOBAL_BATCH = 4096, 3360
+"""3360 = 2^5 x 3 x 5 x 7: replicas and stages of almost any number divide it, and it keeps every pipeline full."""
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What another choice would need: the fewest devices, None where no number of them will do."""
+
+    what: str
+    devices: int | None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether and how a model fits on an accelerator or a cluster.
+
+    devices
+        The fewest that hold a plan; None where none was found.
+    excluded
+        No plan has so many devices or fewer.
+    result
+        The fastest plan on the fewest devices, with its proof.
+    roomy
+        The fewest devices that hold a plan outside the band of the prediction too, told where the answer is "tight".
+    """
+
+    asked: str
+    instance: Instance
+    arithmetic: Arithmetic
+    devices: int | None
+    excluded: int
+    result: Result | None = None
+    roomy: int | None = None
+    changes: tuple[Change, ...] = ()
+    reason: str | None = None
+
+    @property
+    def answer(self) -> Answer:
+        if self.result is not None and self.result.evaluation is not None:
+            return "tight" if self.result.evaluation.verdict == "tight" else "fits"
+        return "does not fit" if self.excluded >= self.most else "unknown"
+
+    @property
+    def most(self) -> int:
+        """The most devices that were asked about."""
+        return min(self.instance.cluster.device_count, self.instance.limits.range("devices").high)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `fit --json` writes of each."""
+        sums, evaluation = self.arithmetic, None if self.result is None else self.result.evaluation
+        return {
+            "asked": self.asked,
+            "cluster": self.instance.cluster.name,
+            "accelerator": self.instance.accelerator.name,
+            "answer": self.answer,
+            "devices": self.devices,
+            "nodes": None if evaluation is None else evaluation.nodes,
+            "infeasible_up_to": self.excluded,
+            "asked_up_to": self.most,
+            "devices_outside_the_band": self.roomy,
+            "arithmetic": {name: value for name, value in asdict(sums).items()}
+            | {"bytes_per_param": sums.bytes_per_param, "state_bytes": sums.state_bytes}
+            | {"least_devices": sums.least_devices},
+            "changes": [asdict(change) for change in self.changes],
+            "reason": self.reason,
+            "result": None if self.result is None else self.result.to_dict(),
+        }
+
+
+def fit(
+    model: Model | str | os.PathLike[str],
+    on: Iterable[Cluster | str | os.PathLike[str]] | Cluster | str | os.PathLike[str] | None = None,
+    workload: Training | None = None,
+    *,
+    rules: str = "megatron-core",
+    profile: str | None = None,
+    limits: Iterable[str] = (),
+    changes: bool = False,
+    time_limit_s: float | None = None,
+    workers: int = 1,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[Fit, ...]:
+    """Find the fewest devices that a model trains on, and the fastest plan on so many.
+
+    Parameters
+    ----------
+    on
+        Accelerators, which stand for up to 4,096 devices in the nodes that are usual for them, or clusters; eight
+        common accelerators without it, of those that run the precision.
+    workload
+        Without it 3,360 sequences of 4,096 tokens a step.
+    changes
+        Look at other choices too: longer sequences, no recompute, another optimizer.
+    time_limit_s
+        For all of them together.
+
+    Raises
+    ------
+    InputError
+        With every fault of the input. That nothing fits is an answer, not an error.
+    """
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    if time_limit_s is not None and not 0 < time_limit_s < 1e9:
+        raise InputError(f"time_limit_s={time_limit_s} must be positive")
+    every = instances(model, on, workload or Training(SEQ_LEN, GLOBAL_BATCH), rules, profile, list(limits))
+    return tuple(
+        _fit(asked, instance, deadline, workers, on_progress, changes=changes) for asked, instance in every.items()
+    )
+
+
+def instances(
+    model: Model | str | os.PathLike[str],
+    on: Any,
+    workload: Training,
+    rules: str,
+    profile: str | None,
+    limits: list[str],
+) -> dict[str, Instance]:
+    """An instance for each target, or every fault of all of them."""
+    from shardwise.data.cluster import Cluster
+
+    targets = [on] if isinstance(on, str | os.PathLike | Cluster) else list(on or ())
+    found: dict[str, Instance] = {}
+    faults: dict[str, None] = {}
+    for target in targets or COMMON:
+        name = target.name if isinstance(target, Cluster) else os.fspath(target)
+        try:
+            cluster = target if isinstance(target, Cluster) else cluster_of(name)
+        except InputError as error:
+            faults.update(dict.fromkeys(error.faults))
+            cluster = load_cluster("dgx-h100:1")  # the other parts are read all the same
+        if not targets and isinstance(workload, Training):
+            if workload.peak not in cluster.accelerators[0].flops_per_s:
+                continue
+        try:
+            found[name] = build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
+        except InputError as error:
+            faults.update(dict.fromkeys(error.faults))
+    if faults:
+        raise InputError(list(faults))
+    if not found:
+        raise InputError(f"workload.precision={workload.precision!r} runs on none of {', '.join(COMMON)}")
+    return found
+
+
+def cluster_of(name: str) -> Cluster:
+    """The cluster that a word stands for: an accelerator's usual nodes, up to `MOST_DEVICES`, or a cluster as it is."""
+    if not is_accelerator(name) or os.path.isfile(name):
+        return load_cluster(name)
+    family = usual_family(name)
+    return family_cluster(family, min(family.max_nodes, MOST_DEVICES // family.devices_per_node))
+
+
+def _fit(
+    asked: str,
+    instance: Instance,
+    deadline: float | None,
+    workers: int,
+    on_progress: Callable[[Progress], None] | None,
+    *,
+    changes: bool,
+) -> Fit:
+    """The answer for one instance."""
+
+    def left_s() -> float | None:
+        return None if deadline is None else max(deadline - time.monotonic(), 1e-3)
+
+    def check_time() -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeUpError
+
+    def planned(counts: Iterator[Count], of: Instance) -> Iterator[tuple[Count, Result]]:
+        for count in counts:
+            yield count, _on(of, count.devices, left_s(), workers, on_progress)
+
+    def fewest(of: Instance) -> int | None:
+        """The fewest devices of another instance."""
+        for count in DeviceCounts(cost_tables(of), check_time).ascending():
+            if count.certain or _on(of, count.devices, left_s(), workers, on_progress).plan is not None:
+                return count.devices
+        return None
+
+    tables = cost_tables(instance)
+    counts = DeviceCounts(tables, check_time)
+    sums = arithmetic(tables)
+    said = Fit(asked, instance, sums, None, 0)
+    try:
+        for count, result in planned(counts.ascending(), instance):
+            if result.status == "UNKNOWN":
+                return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
+            if result.plan is not None:
+                said = replace(said, devices=count.devices, excluded=counts.excluded, result=result)
+                break
+    except TimeUpError:
+        return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
+    if said.devices is None:
+        return replace(said, excluded=counts.excluded, reason=_why_not(counts, sums, said.most))
+    try:
+        if said.answer == "tight":
+            said = replace(said, roomy=fewest(_outside_the_band(instance)))
+        if changes:
+            for what, other in _others(instance):
+                said = replace(said, changes=(*said.changes, Change(what, fewest(other))))
+    except TimeUpError:
+        pass
+    return said
+
+
+def _on(
+    instance: Instance,
+    devices: int,
+    time_limit_s: float | None,
+    workers: int,
+    on_progress: Callable[[Progress], None] | None,
+) -> Result:
+    """The fastest plan on exactly so many devices."""
+    return solve(
+        instance=_limited(instance, f"devices={devices}"),
+        objective="devices",
+        time_limit_s=time_limit_s,
+        workers=workers,
+        on_progress=on_progress,
+    )
+
+
+def _limited(instance: Instance, limit: str) -> Instance:
+    return replace(instance, limits=parse_limits([*instance.limits.text, limit]))
+
+
+def _outside_the_band(instance: Instance) -> Instance:
+    """The instance where only plans are admitted that fit at the upper edge of the band."""
+    capacity = cost_tables(instance).capacity_mib * 2**20 * instance.profile.memory_quantile
+    return _limited(instance, f"memory_gb<={capacity / (1 + instance.profile.memory_band) / GB:.6f}")
+
+
+def _others(instance: Instance) -> Iterator[tuple[str, Instance]]:
+    """Other choices that are cheap to look at."""
+    workload, limits = instance.workload, instance.limits
+    for factor in (2, 8):
+        try:
+            longer = replace(workload, seq_len=factor * workload.seq_len)
+            yield f"sequences of {longer.seq_len:,} tokens", replace(instance, workload=longer)
+        except ValueError:  # longer than learned positions, or than any
+            continue
+    if limits.recompute is None:
+        yield "without recompute", _limited(instance, "recompute=none")
+    for optimizer in OPTIMIZER_STATE_BYTES:
+        if optimizer != workload.optimizer:
+            other: Any = optimizer
+            yield f"with {optimizer}", replace(instance, workload=replace(workload, optimizer=other))
+
+
+def _why_not(counts: DeviceCounts, sums: Arithmetic, most: int) -> str:
+    """Why no number of devices will do."""
+    name, usable = counts.tables.instance.accelerator.name, sums.usable_bytes / GB
+    if sums.least_devices is None:
+        return f"the reserve of the profile, {sums.reserve_bytes / GB:.1f} GB, is all of the {usable:.1f} GB of {name}"
+    if sums.least_devices > most:
+        return (
+            f"states alone are {sums.state_bytes / GB:,.0f} GB: at least {sums.least_devices:,} devices of {usable:.1f} GB "
+            f"usable, more than the {most:,} asked about"
+        )
+    if counts.leanest is None:
+        limits = ", ".join(counts.tables.instance.limits.text) or "no limits"
+        return f"no degrees satisfy the rules and the limits together: {limits}"
+    need, d = counts.leanest
+    shape = f"tp={d.tp} pp={d.pp} dp={d.dp} micro_batch={d.micro_batch} zero={d.zero}"
+    if need > sums.usable_bytes:
+        return (
+            f"with everything recomputed and spread evenly, the leanest degrees ({shape}) need at least "
+            f"{need / GB:.1f} GB on some device; {name} has {usable:.1f} GB usable"
+        )
+    return f"no stages of whole layers fit into the {usable:.1f} GB usable of {name}, not even with {shape}"
