@@ -4,6 +4,8 @@
          N (C - R) >= P (weights + gradients + optimizer) bytes a parameter.
 (D2) N has no plan where every candidate of N devices fails (B1) or has no room, (R1) or (R2). It certainly has one where a
      candidate with v = 1 has room (R1) and a placement.
+(D3) Of candidates that differ in the micro-batch alone the smallest needs least: with b times the size, GPipe and 1F1B,
+     interleaved or not, have at least a b-th of the micro-batches in flight, and every other line grows with b.
 
 Numbers are looked at in windows, ascending, so that the candidates of large clusters are never all enumerated.
 """
@@ -27,10 +29,11 @@ from shardwise.formulations.splits import SplitSearch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Grid
     from shardwise.formulations.coefficients import CostTables
 
+GROWING = ("1f1b", "gpipe", "interleaved-1f1b")
+"""Schedules of (D3)."""
 WINDOW_SHARE, WINDOW_LEAST = 8, 8
 """A window holds an eighth of the numbers up to it, and at least so many."""
 
@@ -65,10 +68,11 @@ class Arithmetic:
 
 
 class Count(NamedTuple):
-    """A number of devices with room; `certain` where (D2) says that there is a plan."""
+    """A number of devices with room; `certain` where (D2) says that there is a plan. `grids` are what (B1) leaves."""
 
     devices: int
     certain: bool
+    grids: list[Grid]
 
 
 def arithmetic(tables: CostTables) -> Arithmetic:
@@ -103,10 +107,11 @@ class DeviceCounts:
             last = min(first + max(first // WINDOW_SHARE, WINDOW_LEAST) - 1, most)
             grids = list(self._fitting(first, last))
             for count in sorted({n for grid in grids for n in np.unique(grid.devices).tolist()}):
-                certain = self._certain([grid.rows(grid.devices == count) for grid in grids])
+                own = [grid.rows(grid.devices == count) for grid in grids if (grid.devices == count).any()]
+                certain = self._certain(own)
                 if certain is not None:
                     self.excluded = count - 1
-                    yield Count(count, certain)
+                    yield Count(count, certain, own)
             self.excluded, first = last, last + 1
 
     def _fitting(self, first: int, last: int) -> Iterator[Grid]:
@@ -130,7 +135,7 @@ class DeviceCounts:
         found: bool | None = None
         for grid in grids:
             self.check_time()
-            for row in np.argsort(grid.vpp, kind="stable").tolist():
+            for row in leanest_rows(grid):
                 candidate = candidate_of(grid, row)
                 if found is False and candidate.degrees.vpp > 1:
                     break
@@ -143,3 +148,12 @@ class DeviceCounts:
     def _placed(self, degrees: Degrees) -> bool:
         """Whether one copy of the states has a placement."""
         return any(1 in self.placements.replicates(degrees, own) for own in self.placements.of(degrees))
+
+
+def leanest_rows(grid: Grid) -> list[int]:
+    """(D3) The rows that decide, those of v = 1 first."""
+    order = np.lexsort((grid.micro_batch, grid.dp, grid.pp, grid.vpp))
+    if grid.shape.schedule in GROWING:
+        others = np.stack((grid.vpp, grid.pp, grid.dp))[:, order]
+        order = order[np.concatenate(([True], (np.diff(others) != 0).any(axis=0)))]
+    return [int(row) for row in order]

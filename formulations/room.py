@@ -5,7 +5,7 @@ The least that a stage needs for layers a .. b - 1 is, over the recompute modes 
     fixed + ends + sum over its layers of (state + kept in that mode)  + one working set under full recompute,
 
 all layers of a stage repeated where it is full, since every layer that is not keeps more; "none" keeps no less than
-"selective". With one mode for all stages the modes are tried one by one.
+"selective", and is looked at only where it is asked for. With one mode for all stages the modes are tried one by one.
 
 (R1) v = 1. The layers before stage k can be those that some split of the stages before it reaches; from each of them
      stage k reaches every end up to the last that fits. Some split fits if and only if the last stage reaches L.
@@ -46,6 +46,8 @@ class Room:
 
     def __init__(self, splits: SplitSearch) -> None:
         self.splits = splits
+        modes = [tuple(mode for mode in own if mode != "none" or len(own) == 1) for own in splits.mode_sets]
+        self.mode_sets = [own for own in modes if own != ("none",)] or modes
         self.known: dict[tuple[object, ...], bool] = {}
 
     def rows(self, grid: Grid) -> npt.NDArray[np.bool_]:
@@ -61,7 +63,7 @@ class Room:
         key = (id(memory), d.pp, d.vpp, candidate.schedule, flying)
         if key not in self.known:
             check = self._contiguous if d.vpp == 1 else self._even
-            self.known[key] = any(check(candidate, memory, modes) for modes in self.splits.mode_sets)
+            self.known[key] = any(check(candidate, memory, modes) for modes in self.mode_sets)
         return self.known[key]
 
     def _contiguous(self, candidate: Candidate, memory: MemoryCoefficients, modes: tuple[str, ...]) -> bool:

@@ -1,23 +1,29 @@
 """Does a model fit, where does its memory go, and on how many devices at least.
 
 The fewest devices come from memory alone (`formulations.device_counts`); the plan on them is the fastest that a search
-over exactly so many devices proves. Every smaller number is excluded by a bound.
+over exactly so many devices proves, or the first that it meets. Every smaller number is excluded by a bound.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from shardwise.data.cluster_catalog import family_cluster, is_accelerator, load_cluster, usual_family
 from shardwise.data.faults import InputError
 from shardwise.data.limits import parse_limits
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES, Training
-from shardwise.formulations.device_counts import Arithmetic, DeviceCounts, arithmetic
+from shardwise.formulations.device_counts import Arithmetic, DeviceCounts, arithmetic, leanest_rows
+from shardwise.formulations.objective import Objective
+from shardwise.formulations.room import Room, candidate_of
 from shardwise.solver.evaluate import cost_tables
-from shardwise.solver.search import TimeUpError
+from shardwise.solver.search import UNLIMITED, Search, TimeUpError
 from shardwise.solver.solve import build_instance, solve
 
 if TYPE_CHECKING:
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
     from shardwise.data.cluster import Cluster
     from shardwise.data.instance import Instance
     from shardwise.data.model import Model
-    from shardwise.formulations.device_counts import Count
+    from shardwise.data.plan import Plan
+    from shardwise.formulations.candidates import Grid
+    from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.result import Progress, Result
 
 Answer = Literal["fits", "tight", "does not fit", "unknown"]
@@ -56,8 +64,10 @@ class Fit:
         The fewest that hold a plan; None where none was found.
     excluded
         No plan has so many devices or fewer.
+    plan, evaluation
+        One on the fewest devices.
     result
-        The fastest plan on the fewest devices, with its proof.
+        The proof that it is the fastest on so many, where that was asked for.
     roomy
         The fewest devices that hold a plan outside the band of the prediction too, told where the answer is "tight".
     """
@@ -67,6 +77,8 @@ class Fit:
     arithmetic: Arithmetic
     devices: int | None
     excluded: int
+    plan: Plan | None = None
+    evaluation: Evaluation | None = None
     result: Result | None = None
     roomy: int | None = None
     changes: tuple[Change, ...] = ()
@@ -74,8 +86,8 @@ class Fit:
 
     @property
     def answer(self) -> Answer:
-        if self.result is not None and self.result.evaluation is not None:
-            return "tight" if self.result.evaluation.verdict == "tight" else "fits"
+        if self.evaluation is not None:
+            return "tight" if self.evaluation.verdict == "tight" else "fits"
         return "does not fit" if self.excluded >= self.most else "unknown"
 
     @property
@@ -85,7 +97,7 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """What `fit --json` writes of each."""
-        sums, evaluation = self.arithmetic, None if self.result is None else self.result.evaluation
+        sums, evaluation = self.arithmetic, self.evaluation
         return {
             "asked": self.asked,
             "cluster": self.instance.cluster.name,
@@ -96,12 +108,13 @@ class Fit:
             "infeasible_up_to": self.excluded,
             "asked_up_to": self.most,
             "devices_outside_the_band": self.roomy,
-            "arithmetic": {name: value for name, value in asdict(sums).items()}
-            | {"bytes_per_param": sums.bytes_per_param, "state_bytes": sums.state_bytes}
-            | {"least_devices": sums.least_devices},
+            "arithmetic": asdict(sums)
+            | {name: getattr(sums, name) for name in ("bytes_per_param", "state_bytes", "least_devices")},
             "changes": [asdict(change) for change in self.changes],
             "reason": self.reason,
-            "result": None if self.result is None else self.result.to_dict(),
+            "status": None if self.result is None else self.result.status,
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "evaluation": None if evaluation is None else evaluation.to_dict(),
         }
 
 
@@ -113,9 +126,11 @@ def fit(
     rules: str = "megatron-core",
     profile: str | None = None,
     limits: Iterable[str] = (),
+    quick: bool = False,
     changes: bool = False,
     time_limit_s: float | None = None,
-    workers: int = 1,
+    workers: int | None = None,
+    seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Fit, ...]:
     """Find the fewest devices that a model trains on, and the fastest plan on so many.
@@ -127,6 +142,8 @@ def fit(
         common accelerators without it, of those that run the precision.
     workload
         Without it 3,360 sequences of 4,096 tokens a step.
+    quick
+        Take the first plan that is met on so few devices: without a proof that none is faster, or a look outside the band.
     changes
         Look at other choices too: longer sequences, no recompute, another optimizer.
     time_limit_s
@@ -137,13 +154,18 @@ def fit(
     InputError
         With every fault of the input. That nothing fits is an answer, not an error.
     """
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    faults = []
     if time_limit_s is not None and not 0 < time_limit_s < 1e9:
-        raise InputError(f"time_limit_s={time_limit_s} must be positive")
-    every = instances(model, on, workload or Training(SEQ_LEN, GLOBAL_BATCH), rules, profile, list(limits))
-    return tuple(
-        _fit(asked, instance, deadline, workers, on_progress, changes=changes) for asked, instance in every.items()
-    )
+        faults.append(f"time_limit_s={time_limit_s} must be positive")
+    try:
+        every = instances(model, on, workload or Training(SEQ_LEN, GLOBAL_BATCH), rules, profile, list(limits))
+    except InputError as error:
+        raise InputError([*faults, *error.faults]) from None
+    if faults:
+        raise InputError(faults)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    run = _Run(deadline, workers, seed, on_progress)
+    return tuple(run.fit(asked, instance, quick=quick, changes=changes) for asked, instance in every.items())
 
 
 def instances(
@@ -162,16 +184,16 @@ def instances(
     faults: dict[str, None] = {}
     for target in targets or COMMON:
         name = target.name if isinstance(target, Cluster) else os.fspath(target)
+        own = workload
         try:
             cluster = target if isinstance(target, Cluster) else cluster_of(name)
         except InputError as error:
             faults.update(dict.fromkeys(error.faults))
-            cluster = load_cluster("dgx-h100:1")  # the other parts are read all the same
-        if not targets and isinstance(workload, Training):
-            if workload.peak not in cluster.accelerators[0].flops_per_s:
-                continue
+            cluster, own = load_cluster("dgx-h100:1"), Training(1, 1)  # the other parts are read all the same
+        if not targets and isinstance(own, Training) and own.peak not in cluster.accelerators[0].flops_per_s:
+            continue
         try:
-            found[name] = build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
+            found[name] = build_instance(model, cluster, own, rules=rules, profile=profile, limits=limits)
         except InputError as error:
             faults.update(dict.fromkeys(error.faults))
     if faults:
@@ -189,85 +211,89 @@ def cluster_of(name: str) -> Cluster:
     return family_cluster(family, min(family.max_nodes, MOST_DEVICES // family.devices_per_node))
 
 
-def _fit(
-    asked: str,
-    instance: Instance,
-    deadline: float | None,
-    workers: int,
-    on_progress: Callable[[Progress], None] | None,
-    *,
-    changes: bool,
-) -> Fit:
-    """The answer for one instance."""
+@dataclass(frozen=True)
+class _Run:
+    """How long and with what the searches run."""
 
-    def left_s() -> float | None:
-        return None if deadline is None else max(deadline - time.monotonic(), 1e-3)
+    deadline: float | None
+    workers: int | None
+    seed: int
+    on_progress: Callable[[Progress], None] | None
 
-    def check_time() -> None:
-        if deadline is not None and time.monotonic() > deadline:
+    def fit(self, asked: str, instance: Instance, *, quick: bool, changes: bool) -> Fit:
+        """The answer for one instance."""
+        tables = cost_tables(instance)
+        counts, sums = DeviceCounts(tables, self.check_time), arithmetic(tables)
+        said = Fit(asked, instance, sums, None, 0)
+        try:
+            for count in counts.ascending():
+                own = _limited(instance, f"devices={count.devices}")
+                found = (self.first(own, count.grids) if quick else None) or self.fastest(own)
+                if found is not None:
+                    said = replace(said, devices=count.devices, **found)
+                    break
+        except TimeUpError:
+            return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
+        said = replace(said, excluded=counts.excluded)
+        if said.devices is None:
+            return replace(said, reason=_why_not(counts, sums, said.most))
+        try:
+            if said.answer == "tight" and not quick:
+                said = replace(said, roomy=self.fewest(_outside_the_band(said)))
+            for what, other in _others(instance) if changes else ():
+                said = replace(said, changes=(*said.changes, Change(what, self.fewest(other))))
+        except TimeUpError:
+            pass
+        return said
+
+    def check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
             raise TimeUpError
 
-    def planned(counts: Iterator[Count], of: Instance) -> Iterator[tuple[Count, Result]]:
-        for count in counts:
-            yield count, _on(of, count.devices, left_s(), workers, on_progress)
-
-    def fewest(of: Instance) -> int | None:
-        """The fewest devices of another instance."""
-        for count in DeviceCounts(cost_tables(of), check_time).ascending():
-            if count.certain or _on(of, count.devices, left_s(), workers, on_progress).plan is not None:
+    def fewest(self, instance: Instance) -> int | None:
+        """The fewest devices alone."""
+        for count in DeviceCounts(cost_tables(instance), self.check_time).ascending():
+            if count.certain or self.fastest(_limited(instance, f"devices={count.devices}")):
                 return count.devices
         return None
 
-    tables = cost_tables(instance)
-    counts = DeviceCounts(tables, check_time)
-    sums = arithmetic(tables)
-    said = Fit(asked, instance, sums, None, 0)
-    try:
-        for count, result in planned(counts.ascending(), instance):
-            if result.status == "UNKNOWN":
-                return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
-            if result.plan is not None:
-                said = replace(said, devices=count.devices, excluded=counts.excluded, result=result)
-                break
-    except TimeUpError:
-        return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
-    if said.devices is None:
-        return replace(said, excluded=counts.excluded, reason=_why_not(counts, sums, said.most))
-    try:
-        if said.answer == "tight":
-            said = replace(said, roomy=fewest(_outside_the_band(instance)))
-        if changes:
-            for what, other in _others(instance):
-                said = replace(said, changes=(*said.changes, Change(what, fewest(other))))
-    except TimeUpError:
-        pass
-    return said
+    def fastest(self, instance: Instance) -> dict[str, Any] | None:
+        """The fastest plan, as parts of a `Fit`; None where there is none."""
+        left_s = None if self.deadline is None else max(self.deadline - time.monotonic(), 1e-3)
+        result = solve(
+            instance=instance,
+            objective="devices",
+            time_limit_s=left_s,
+            workers=self.workers,
+            seed=self.seed,
+            on_progress=self.on_progress,
+        )
+        if result.status == "UNKNOWN":
+            raise TimeUpError
+        if result.plan is None:
+            return None
+        return {"plan": result.plan, "evaluation": result.evaluation, "result": result}
 
-
-def _on(
-    instance: Instance,
-    devices: int,
-    time_limit_s: float | None,
-    workers: int,
-    on_progress: Callable[[Progress], None] | None,
-) -> Result:
-    """The fastest plan on exactly so many devices."""
-    return solve(
-        instance=_limited(instance, f"devices={devices}"),
-        objective="devices",
-        time_limit_s=time_limit_s,
-        workers=workers,
-        on_progress=on_progress,
-    )
+    def first(self, instance: Instance, grids: list[Grid]) -> dict[str, Any] | None:
+        """The first plan of those with room and the smallest micro-batches, best bound first; None where none is met."""
+        search = Search(instance, self.deadline, self.on_progress, Objective("devices"))
+        search.waiting = deque((0.0, grid.rows(np.array(leanest_rows(grid)))) for grid in grids)
+        search.bound(len(grids), inf)
+        room = Room(search.splits)
+        rows = (row for row in search.ordered(search.bounded) if room.holds(candidate_of(row.grid, row.row)))
+        search.try_rows(rows, UNLIMITED)
+        best = search.incumbent
+        return None if best is None else {"plan": best.plan, "evaluation": best.evaluation}
 
 
 def _limited(instance: Instance, limit: str) -> Instance:
     return replace(instance, limits=parse_limits([*instance.limits.text, limit]))
 
 
-def _outside_the_band(instance: Instance) -> Instance:
-    """The instance where only plans are admitted that fit at the upper edge of the band."""
-    capacity = cost_tables(instance).capacity_mib * 2**20 * instance.profile.memory_quantile
+def _outside_the_band(fit: Fit) -> Instance:
+    """The instance where only plans are admitted that fit at the upper edge of the band; they need no fewer devices."""
+    instance = _limited(fit.instance, f"devices>={fit.devices}")
+    capacity = fit.arithmetic.usable_bytes * instance.profile.memory_quantile
     return _limited(instance, f"memory_gb<={capacity / (1 + instance.profile.memory_band) / GB:.6f}")
 
 

@@ -333,7 +333,7 @@ class Search:
         self.rescale()
         return []
 
-    def try_rows(self, rows: list[Row], factor: int) -> list[Candidate]:
+    def try_rows(self, rows: Iterable[Row], factor: int) -> list[Candidate]:
         """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left."""
         left = []
         for _, step_s, grid, row in rows:
