@@ -1,6 +1,6 @@
 """The fewest devices of every catalogue model on eight common accelerators: prints the table, checks it, writes docs/fit.md.
 
-    python benchmarks/fit_catalogue.py [--models N] [--check-s S] [--out docs/fit.md]
+    python benchmarks/fit_catalogue.py [--every N] [--check-s S] [--out docs/fit.md]
 
 Each cell is `sw.fit`: every smaller number of devices is excluded by a bound, and the plan is one that fits, not the
 fastest. With `--check-s` a search that knows nothing of that bound has S seconds for each cell to find a plan on fewer
@@ -80,13 +80,13 @@ def confirmed(one: Fit, seconds: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=int, help="only so many")
+    parser.add_argument("--every", type=int, default=1, help="one model in so many")
     parser.add_argument("--check-s", type=float, default=0.0, help="seconds for the independent check of a cell")
     parser.add_argument("--out", type=Path, help="where the page goes")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     started, checks, answers, lines = time.monotonic(), Counter[str](), Counter[str](), []
-    for entry in catalog_models()[: options.models]:
+    for entry in catalog_models()[:: options.every]:
         model = sw.load_model(entry.slug)
         tokens = min(SEQ_LEN, model.max_positions or SEQ_LEN)
         try:

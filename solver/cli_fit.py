@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from shardwise.solver.fit import Fit
 
 UNMODELLED = "not modelled, and less memory each: 8-bit optimizer states, offload to the host"
-    "not modelled, and less memory each: 8-bit optimizer states, offload to the host, frozen or adapted weights"
-)
+
+
+COLUMNS = 4
+"""Targets beside each other."""
 
 
 def fit_command(
@@ -77,7 +79,7 @@ def fit_command(
     limits = [*(fix or []), *(limit or [])]
     workload = checked(
         (seq_len, GLOBAL_BATCH if global_batch is None else global_batch, precision, optimizer, attention),
-        model, on, rules, profile, limits,
+        model, on, rules, profile, limits, time_limit,
     )  # fmt: skip
     with watching(err, quiet=quiet) as watch:
         found = fit(
@@ -94,7 +96,13 @@ def fit_command(
 
 
 def checked(
-    said: tuple[Any, ...], model: str, on: Sequence[str] | None, rules: str, profile: str | None, limits: list[str]
+    said: tuple[Any, ...],
+    model: str,
+    on: Sequence[str] | None,
+    rules: str,
+    profile: str | None,
+    limits: list[str],
+    time_limit: float | None,
 ) -> Training:
     """The workload, or its faults with those of all other parts."""
     from shardwise.data.workload import Training
@@ -105,7 +113,7 @@ def checked(
     except ValueError as error:
         faults = str(error).split("; ")
     try:
-        instances(model, on, Training(1, 1), rules, profile, limits)
+        instances(model, on, Training(1, 1), rules, profile, limits, time_limit)
     except InputError as error:
         faults += error.faults
     raise InputError(faults)
@@ -120,11 +128,11 @@ def show_fits(console: Console, found: Sequence[Fit], *, assumed: bool) -> None:
         if len(found) == 1:
             for line in _lines(one):
                 _line(console, escape(line))
-        elif one.reason:
-            _line(console, escape(f"{one.asked}: {one.reason}"))
+        else:
+            _line(console, escape(f"{one.asked}: {one.reason or _plan(one)}"))
     held = [one for one in found if one.evaluation is not None]
-    if held:
-        console.print(_memory(held))
+    for start in range(0, len(held), COLUMNS):
+        console.print(_memory(held[start : start + COLUMNS]))
     for one in found:
         for line in _more(one):
             _line(console, escape(line if len(found) == 1 else f"{one.asked}: {line}"))
@@ -147,13 +155,13 @@ def _lines(one: Fit) -> list[str]:
     where = f"{one.instance.model.name} on {one.instance.accelerator.name} ({one.instance.cluster.name})"
     sums = one.arithmetic
     if one.answer == "unknown":
-        lines = [f"{where}: not known in time; no plan on {one.excluded:,} devices or fewer"]
+        lines = [f"{where}: not known in time; no plan on {counted(one.excluded, 'device')} or fewer"]
     elif one.evaluation is None or one.plan is None:
         lines = [f"{where}: does not fit on up to {one.most:,} devices"]
     else:
-        lines = [f"{where}: {_verdict(one)} on {one.devices:,} devices of {one.most:,}, and on no fewer"]
+        lines = [f"{where}: {_verdict(one)} on {counted(one.devices or 0, 'device')} of {one.most:,}, and on no fewer"]
     each = f"weights {sums.weight_bytes:g}, gradients {sums.gradient_bytes:g}, optimizer {sums.optimizer_bytes:g}"
-    least = "" if sums.least_devices is None else f": at least {sums.least_devices:,} devices"
+    least = "" if sums.least_devices is None else f": at least {counted(sums.least_devices, 'device')}"
     lines.append(
         f"states alone: {sums.bytes_per_param:g} bytes a parameter ({each}) x {sums.params / 1e9:,.2f} B = "
         f"{sums.state_bytes / GB:,.1f} GB; a device has {sums.usable_bytes / GB:.1f} GB, {sums.reserve_bytes / GB:.1f} of "
@@ -165,7 +173,7 @@ def _lines(one: Fit) -> list[str]:
         own, status = one.evaluation, "" if one.result is None else one.result.status
         proven = "the fastest on so many" if status == "OPTIMAL" else "not proven to be the fastest on so many"
         lines += [
-            f"plan, {proven}: {degrees_in_words(one.plan)} on {own.nodes} nodes, {one.plan.schedule}, {_recompute(one)}",
+            f"plan, {proven}: {_plan(one)}",
             f"step time {own.step_time_s:,.4g} s, {own.tokens_per_s:,.0f} tokens/s, model FLOPs utilization "
             f"{100 * own.model_flops_utilization:.1f} %",
         ]
@@ -176,10 +184,18 @@ def _verdict(one: Fit) -> str:
     return "fits, tight," if one.answer == "tight" else one.answer
 
 
-def _recompute(one: Fit) -> str:
+def _plan(one: Fit) -> str:
+    """The plan in one line."""
     assert one.plan is not None
-    modes = sorted({stage.recompute for stage in one.plan.stages})
-    return f"recompute {' and '.join(modes)}"
+    assert one.evaluation is not None
+    modes = " and ".join(sorted({stage.recompute for stage in one.plan.stages}))
+    nodes = counted(one.evaluation.nodes, "node")
+    return f"{degrees_in_words(one.plan)} on {nodes}, {one.plan.schedule}, recompute {modes}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _more(one: Fit) -> list[str]:
@@ -193,29 +209,29 @@ def _more(one: Fit) -> list[str]:
             )
         elif one.roomy == one.devices:
             lines.append(
-                f"tight: the fastest plan is within the band of {band}; another on {one.roomy:,} devices is not"
+                f"tight: the fastest plan is within the band of {band}; another on {counted(one.roomy, 'device')} is not"
             )
         else:
-            lines.append(f"tight: the capacity is within the band of {band}; {one.roomy:,} devices fit outside it")
+            lines.append(
+                f"tight: the capacity is within the band of {band}; {counted(one.roomy, 'device')} hold a plan outside it"
+            )
     for change in one.changes:
-        needed = "fits on none asked about" if change.devices is None else f"{change.devices:,} devices"
+        needed = "fits on none asked about" if change.devices is None else counted(change.devices, "device")
         lines.append(f"{change.what}: {needed}")
     return lines
 
 
 def _summary(found: Sequence[Fit]) -> Table:
-    table = Table("on", "answer", "devices", "nodes", "states alone", "plan", "step s", "tokens/s")
+    table = Table()
+    for name in ("on", "answer"):
+        table.add_column(name, overflow="fold")
+    for name in ("devices", "states alone", "step s", "tokens/s"):
+        table.add_column(name, justify="right")
     for one in found:
         own, least = one.evaluation, one.arithmetic.least_devices
-        arithmetic = "-" if least is None else f"{least:,}"
-        if own is None or one.plan is None:
-            table.add_row(escape(one.asked), one.answer, f"> {one.excluded:,}", "", arithmetic, "", "", "")
-            continue
-        table.add_row(
-            escape(one.asked), one.answer, f"{one.devices:,}", str(own.nodes), arithmetic,
-            f"{degrees_in_words(one.plan).rpartition(' (')[0]}, {_recompute(one)}",
-            f"{own.step_time_s:,.4g}", f"{own.tokens_per_s:,.0f}",
-        )  # fmt: skip
+        fewest = f"> {one.excluded:,}" if one.devices is None else f"{one.devices:,}"
+        speed = ("", "") if own is None else (f"{own.step_time_s:,.4g}", f"{own.tokens_per_s:,.0f}")
+        table.add_row(escape(one.asked), one.answer, fewest, "-" if least is None else f">= {least:,}", *speed)
     return table
 
 

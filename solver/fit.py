@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardwise.data.cluster_catalog import family_cluster, is_accelerator, load_cluster, usual_family
+from shardwise.data.cluster import Cluster
+from shardwise.data.cluster_catalog import (
+    family_cluster,
+    is_accelerator,
+    load_accelerator,
+    load_cluster,
+    usual_family,
+)
 from shardwise.data.faults import InputError
 from shardwise.data.limits import parse_limits
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES, Training
@@ -29,7 +36,6 @@ from shardwise.solver.solve import build_instance, solve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardwise.data.cluster import Cluster
     from shardwise.data.instance import Instance
     from shardwise.data.model import Model
     from shardwise.data.plan import Plan
@@ -154,17 +160,11 @@ def fit(
     InputError
         With every fault of the input. That nothing fits is an answer, not an error.
     """
-    faults = []
-    if time_limit_s is not None and not 0 < time_limit_s < 1e9:
-        faults.append(f"time_limit_s={time_limit_s} must be positive")
-    try:
-        every = instances(model, on, workload or Training(SEQ_LEN, GLOBAL_BATCH), rules, profile, list(limits))
-    except InputError as error:
-        raise InputError([*faults, *error.faults]) from None
-    if faults:
-        raise InputError(faults)
+    if workload is None:
+        workload = Training(SEQ_LEN, GLOBAL_BATCH)
+    every = instances(model, on, workload, rules, profile, list(limits), time_limit_s)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    run = _Run(deadline, workers, seed, on_progress)
+    run = FitSearch(deadline, workers, seed, on_progress)
     return tuple(run.fit(asked, instance, quick=quick, changes=changes) for asked, instance in every.items())
 
 
@@ -175,13 +175,14 @@ def instances(
     rules: str,
     profile: str | None,
     limits: list[str],
+    time_limit_s: float | None = None,
 ) -> dict[str, Instance]:
-    """An instance for each target, or every fault of all of them."""
-    from shardwise.data.cluster import Cluster
-
+    """An instance for each target, or every fault of all that was said."""
     targets = [on] if isinstance(on, str | os.PathLike | Cluster) else list(on or ())
     found: dict[str, Instance] = {}
     faults: dict[str, None] = {}
+    if time_limit_s is not None and not 0 < time_limit_s < 1e9:
+        faults[f"time_limit_s={time_limit_s} must be positive"] = None
     for target in targets or COMMON:
         name = target.name if isinstance(target, Cluster) else os.fspath(target)
         own = workload
@@ -206,13 +207,22 @@ def instances(
 def cluster_of(name: str) -> Cluster:
     """The cluster that a word stands for: an accelerator's usual nodes, up to `MOST_DEVICES`, or a cluster as it is."""
     if not is_accelerator(name) or os.path.isfile(name):
-        return load_cluster(name)
+        try:
+            return load_cluster(name)
+        except InputError as error:
+            if ":" in name or name.endswith(".toml"):
+                raise
+            try:
+                load_accelerator(name)
+            except InputError as other:
+                raise InputError("; ".join((*error.faults, *other.faults))) from None
+            raise
     family = usual_family(name)
     return family_cluster(family, min(family.max_nodes, MOST_DEVICES // family.devices_per_node))
 
 
 @dataclass(frozen=True)
-class _Run:
+class FitSearch:
     """How long and with what the searches run."""
 
     deadline: float | None
