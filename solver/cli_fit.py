@@ -203,18 +203,17 @@ def _more(one: Fit) -> list[str]:
     lines = []
     if one.answer == "tight" and one.result is not None:
         band = f"{100 * one.instance.profile.memory_band:g} %"
+        most = int(10 * one.arithmetic.usable_bytes / GB / (1 + one.instance.profile.memory_band)) / 10
+        there = counted(one.roomy or 0, "device")
         if one.roomy is None:
-            lines.append(
-                f"tight: the capacity is within the band of {band} around the prediction on every number asked about"
-            )
+            lines.append(f"tight: no number of devices asked about holds a plan outside the band of {band}")
         elif one.roomy == one.devices:
             lines.append(
-                f"tight: the fastest plan is within the band of {band}; another on {counted(one.roomy, 'device')} is not"
+                f"tight: the fastest plan is within the band of {band}; {there} hold one that leaves it free too: "
+                f'--limit "memory_gb<={most:.1f}"'
             )
         else:
-            lines.append(
-                f"tight: the capacity is within the band of {band}; {counted(one.roomy, 'device')} hold a plan outside it"
-            )
+            lines.append(f"tight: within the band of {band}; {there} hold a plan outside it")
     for change in one.changes:
         needed = "fits on none asked about" if change.devices is None else counted(change.devices, "device")
         lines.append(f"{change.what}: {needed}")
