@@ -1,4 +1,4 @@
-"""The fewest devices of every catalogue model on eight common accelerators: prints the table, checks it, writes docs/fit.md.
+"""The fewest devices of every catalogue model on eight accelerators: prints the table, checks it, writes docs/fit.md.
 
     python benchmarks/fit_catalogue.py [--every N] [--check-s S] [--out docs/fit.md]
 
@@ -32,7 +32,7 @@ Every model of the catalogue on eight accelerators: the fewest devices that pre-
 `make bench-fit`.
 
 * bf16 weights, fp32 gradients and AdamW states, {seq_len:,} tokens a sequence, {batch:,} sequences a step; models with
-  fewer learned positions take as many tokens as they have.
+  fewer positions take as many tokens as they have.
 * Rules and profile `megatron-core`: TP, PP with any split of the layers, CP, EP, DP with ZeRO-0 to 3, any recompute; no
   offload. Up to {most:,} devices in the nodes that are usual for the accelerator.
 * No smaller number has a plan, by a bound ([formulation.md](formulation.md)). The plan is one that fits, not the
@@ -88,9 +88,8 @@ def main() -> int:
     started, checks, answers, lines = time.monotonic(), Counter[str](), Counter[str](), []
     for entry in catalog_models()[:: options.every]:
         model = sw.load_model(entry.slug)
-        tokens = min(SEQ_LEN, model.max_positions or SEQ_LEN)
         try:
-            found = fit(model, workload=sw.Training(tokens, GLOBAL_BATCH), quick=True)
+            found = fit(model, quick=True)
         except sw.InputError as error:
             print(entry.slug, *error.faults)
             return 1

@@ -2,8 +2,8 @@
 
 (D1) Every byte of the states (M1) lies on some device, so N devices of C usable bytes, R of them in reserve, need
          N (C - R) >= P (weights + gradients + optimizer) bytes a parameter.
-(D2) N has no plan where every candidate of N devices fails (B1) or has no room, (R1) or (R2). It certainly has one where a
-     candidate with v = 1 has room (R1) and a placement.
+(D2) N has no plan where every candidate of N devices fails (B1) or has no room, (R1) or (R2). It certainly has one
+     where a candidate with v = 1 has room (R1) and a placement.
 (D3) Of candidates that differ in the micro-batch alone the smallest needs least: with b times the size, GPipe and 1F1B,
      interleaved or not, have at least a b-th of the micro-batches in flight, and every other line grows with b.
 

@@ -49,7 +49,10 @@ def fit_command(
             help="Accelerators, name[:nodes] of the catalogue, TOML files; eight common accelerators without any.",
         ),
     ] = None,
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens per sequence.")] = 4096,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", help="Tokens per sequence; 4096, or the positions of the model, without it."),
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per step; 3360, which divides well, without it.")
     ] = None,
@@ -73,12 +76,16 @@ def fit_command(
     Exit code 0 when it fits somewhere, 1 when it is proven that it fits nowhere asked, 2 for bad input, 3 when the time
     was too short to tell.
     """
-    from shardwise.solver.fit import GLOBAL_BATCH, fit
+    from shardwise.solver.fit import GLOBAL_BATCH, fit, usual_seq_len
 
     check_outputs(json=json_path)
     limits = [*(fix or []), *(limit or [])]
     workload = checked(
-        (seq_len, GLOBAL_BATCH if global_batch is None else global_batch, precision, optimizer, attention),
+        (
+            usual_seq_len(model) if seq_len is None else seq_len,
+            GLOBAL_BATCH if global_batch is None else global_batch,
+            precision, optimizer, attention,
+        ),
         model, on, rules, profile, limits, time_limit,
     )  # fmt: skip
     with watching(err, quiet=quiet) as watch:
@@ -201,19 +208,16 @@ def counted(count: int, what: str) -> str:
 def _more(one: Fit) -> list[str]:
     """What would change the answer."""
     lines = []
-    if one.answer == "tight" and one.result is not None:
-        band = f"{100 * one.instance.profile.memory_band:g} %"
+    if one.roomy is not None:
+        band = f"tight: the fastest plan is within the band of {100 * one.instance.profile.memory_band:g} %"
         most = int(10 * one.arithmetic.usable_bytes / GB / (1 + one.instance.profile.memory_band)) / 10
-        there = counted(one.roomy or 0, "device")
-        if one.roomy is None:
-            lines.append(f"tight: no number of devices asked about holds a plan outside the band of {band}")
-        elif one.roomy == one.devices:
-            lines.append(
-                f"tight: the fastest plan is within the band of {band}; {there} hold one that leaves it free too: "
-                f'--limit "memory_gb<={most:.1f}"'
-            )
+        there = counted(one.roomy.devices or 0, "device")
+        if one.roomy.devices is None:
+            lines.append(f"{band}; no number of devices asked about leaves it free")
+        elif one.roomy.devices == one.devices:
+            lines.append(f'{band}; {there} hold one that leaves it free: --limit "memory_gb<={most:.1f}"')
         else:
-            lines.append(f"tight: within the band of {band}; {there} hold a plan outside it")
+            lines.append(f"{band}; {there} hold one that leaves it free")
     for change in one.changes:
         needed = "fits on none asked about" if change.devices is None else counted(change.devices, "device")
         lines.append(f"{change.what}: {needed}")

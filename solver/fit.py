@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ from shardwise.data.cluster_catalog import (
 )
 from shardwise.data.faults import InputError
 from shardwise.data.limits import parse_limits
+from shardwise.data.model_catalog import load_model
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES, Training
 from shardwise.formulations.device_counts import Arithmetic, DeviceCounts, arithmetic, leanest_rows
 from shardwise.formulations.objective import Objective
@@ -75,7 +77,7 @@ class Fit:
     result
         The proof that it is the fastest on so many, where that was asked for.
     roomy
-        The fewest devices that hold a plan outside the band of the prediction too, told where the answer is "tight".
+        The same for plans that leave the band of the prediction free, looked at where the answer is "tight".
     """
 
     asked: str
@@ -86,7 +88,7 @@ class Fit:
     plan: Plan | None = None
     evaluation: Evaluation | None = None
     result: Result | None = None
-    roomy: int | None = None
+    roomy: Change | None = None
     changes: tuple[Change, ...] = ()
     reason: str | None = None
 
@@ -113,7 +115,7 @@ class Fit:
             "nodes": None if evaluation is None else evaluation.nodes,
             "infeasible_up_to": self.excluded,
             "asked_up_to": self.most,
-            "devices_outside_the_band": self.roomy,
+            "outside_the_band": None if self.roomy is None else asdict(self.roomy),
             "arithmetic": asdict(sums)
             | {name: getattr(sums, name) for name in ("bytes_per_param", "state_bytes", "least_devices")},
             "changes": [asdict(change) for change in self.changes],
@@ -147,9 +149,9 @@ def fit(
         Accelerators, which stand for up to 4,096 devices in the nodes that are usual for them, or clusters; eight
         common accelerators without it, of those that run the precision.
     workload
-        Without it 3,360 sequences of 4,096 tokens a step.
+        Without it 3,360 sequences a step of 4,096 tokens, or of as many as the model has positions for.
     quick
-        Take the first plan that is met on so few devices: without a proof that none is faster, or a look outside the band.
+        Take the first plan that is met on so few devices: no proof that none is faster, no look outside the band.
     changes
         Look at other choices too: longer sequences, no recompute, another optimizer.
     time_limit_s
@@ -161,11 +163,20 @@ def fit(
         With every fault of the input. That nothing fits is an answer, not an error.
     """
     if workload is None:
-        workload = Training(SEQ_LEN, GLOBAL_BATCH)
+        workload = Training(usual_seq_len(model), GLOBAL_BATCH)
     every = instances(model, on, workload, rules, profile, list(limits), time_limit_s)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     run = FitSearch(deadline, workers, seed, on_progress)
     return tuple(run.fit(asked, instance, quick=quick, changes=changes) for asked, instance in every.items())
+
+
+def usual_seq_len(model: Model | str | os.PathLike[str]) -> int:
+    """4,096 tokens, or as many as a model has positions for."""
+    try:
+        own = load_model(os.fspath(model)) if isinstance(model, str | os.PathLike) else model
+    except InputError:  # told where the model is read
+        return SEQ_LEN
+    return min(SEQ_LEN, own.max_positions or SEQ_LEN)
 
 
 def instances(
@@ -249,7 +260,7 @@ class FitSearch:
             return replace(said, reason=_why_not(counts, sums, said.most))
         try:
             if said.answer == "tight" and not quick:
-                said = replace(said, roomy=self.fewest(_outside_the_band(said)))
+                said = replace(said, roomy=Change("outside the band", self.fewest(_outside_the_band(said))))
             for what, other in _others(instance) if changes else ():
                 said = replace(said, changes=(*said.changes, Change(what, self.fewest(other))))
         except TimeUpError:
@@ -285,7 +296,7 @@ class FitSearch:
         return {"plan": result.plan, "evaluation": result.evaluation, "result": result}
 
     def first(self, instance: Instance, grids: list[Grid]) -> dict[str, Any] | None:
-        """The first plan of those with room and the smallest micro-batches, best bound first; None where none is met."""
+        """The first plan of those with room and the smallest micro-batches, best bound first; None without one."""
         search = Search(instance, self.deadline, self.on_progress, Objective("devices"))
         search.waiting = deque((0.0, grid.rows(np.array(leanest_rows(grid)))) for grid in grids)
         search.bound(len(grids), inf)
@@ -311,11 +322,10 @@ def _others(instance: Instance) -> Iterator[tuple[str, Instance]]:
     """Other choices that are cheap to look at."""
     workload, limits = instance.workload, instance.limits
     for factor in (2, 8):
-        try:
-            longer = replace(workload, seq_len=factor * workload.seq_len)
-            yield f"sequences of {longer.seq_len:,} tokens", replace(instance, workload=longer)
-        except ValueError:  # longer than learned positions, or than any
-            continue
+        longer = factor * workload.seq_len
+        with suppress(InputError, ValueError):  # longer than learned positions, or than any
+            own = replace(instance, workload=replace(workload, seq_len=longer))
+            yield f"sequences of {longer:,} tokens", own
     if limits.recompute is None:
         yield "without recompute", _limited(instance, "recompute=none")
     for optimizer in OPTIMIZER_STATE_BYTES:
