@@ -16,7 +16,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch test-trace lint unit fuzz bench lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz bench bench-fit lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -48,6 +48,11 @@ fuzz: $(STAMP)
 # Seconds, on this machine: printed, never asserted.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/scale.py
+
+# docs/fit.md, and one model in four checked by a search that knows nothing of the bounds of `fit`.
+bench-fit: $(STAMP)
+	$(BIN)/python benchmarks/fit_catalogue.py --out docs/fit.md
+	$(BIN)/python benchmarks/fit_catalogue.py --every 4 --check-s 5
 
 # The versions that `make plan` and `make test` install, for review.
 lock:

@@ -175,6 +175,21 @@ def load_family(name: str) -> NodeFamily:
     )
 
 
+def is_accelerator(name: str) -> bool:
+    """Whether `name` or an alias of it is an accelerator of the catalogue."""
+    return _plain(name) in _known(_accelerators())
+
+
+def usual_family(name: str) -> NodeFamily:
+    """Return the first node family of the catalogue whose nodes hold the accelerator `name`."""
+    name = _canonical("accelerator", name, _accelerators())
+    family = next((family for family, record in _families().items() if record["accelerator"] == name), None)
+    if family is None:
+        load_accelerator(name)  # what it lacks comes first
+        raise InputError(f"accelerator {name}: no node family of the catalogue holds it; give a cluster file")
+    return load_family(family)
+
+
 def accelerator_facts(name: str) -> tuple[Fact, ...]:
     """Return every number known of the accelerator `name`, with its source and confidence."""
     table = _accelerators()
@@ -267,13 +282,17 @@ def _is_file(text: str) -> bool:
 
 def _canonical(kind: str, name: str, table: Record) -> str:
     """The key of `table` that `name` means, by itself or by an alias."""
-    known = {_plain(alias): key for key, record in table.items() for alias in (key, *record.get("aliases", ()))}
-    plain = _plain(name)
+    known, plain = _known(table), _plain(name)
     if plain in known:
         return known[plain]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain[:80], known, 5, 0.5))
     hint = f"; did you mean {', '.join(close)}?" if close else f"; known: {', '.join(table)}"
     raise InputError(f"{kind}={name[:80]!r} is not in the catalogue{hint}")
+
+
+def _known(table: Record) -> dict[str, str]:
+    """Keys of `table` by every name they go by."""
+    return {_plain(alias): key for key, record in table.items() for alias in (key, *record.get("aliases", ()))}
 
 
 def _plain(name: str) -> str:

@@ -176,7 +176,7 @@ class SplitSearch:
         passes = pass_times(time, candidate.shape, where, counts)
         return np.asarray(passes.step(candidate.shape) + int(time.overhead)), counts
 
-    def _kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
+    def kept(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> Ints:
         """Prefix sums of the MiB kept for `in_flight_count` micro-batches; `tables` keeps `memory` alive, so its id."""
         key = (id(memory), in_flight_count, mode)
         if key not in self._kept_prefixes:
@@ -309,14 +309,14 @@ class SplitSearch:
     ) -> tuple[Ints, Ints, Ints]:
         """(P3) for one chunk a stage: extra busy time, mode index and recomputed layers of each (start, end)."""
         base = memory.fixed + (memory.embedding if stage == 0 else 0) + (memory.head if stage == stages - 1 else 0)
-        none = self._kept(memory, flying, "none")
+        none = self.kept(memory, flying, "none")
         held = base + state[end] - state[start]
         spare = memory.capacity - held
         plain = none[end] - none[start]
         extra = np.full(plain.shape, INFINITE // 2)
         mode, block = np.zeros(plain.shape, np.int64), np.zeros(plain.shape, np.int64)
         if "full" in modes:
-            full = self._kept(memory, flying, "full")
+            full = self.kept(memory, flying, "full")
             saved = none - full
             again = self.prefix(time.full)
             need = np.maximum(plain + memory.working - spare, 0)
@@ -336,7 +336,7 @@ class SplitSearch:
                 extra, mode = np.where(empty, 0, extra), np.where(empty, 2, mode)
                 block = np.where(empty, common or 1, block)
         if "selective" in modes:
-            selective = self._kept(memory, flying, "selective")
+            selective = self.kept(memory, flying, "selective")
             again = self.prefix(time.selective)
             cost = again[end] - again[start]
             better = (selective[end] - selective[start] <= spare) & (cost < extra)
@@ -408,7 +408,7 @@ class SplitSearch:
         d = candidate.degrees
         total = np.zeros(len(start), np.int64)
         for row, count in enumerate(in_flight_once(d.pp, d.vpp, candidate.micro_batches, stage, candidate.schedule)):
-            head, plain = self._kept(memory, count, mode), self._kept(memory, count, "none")
+            head, plain = self.kept(memory, count, mode), self.kept(memory, count, "none")
             total += head[middle[:, row]] - head[start[:, row]] + plain[end[:, row]] - plain[middle[:, row]]
         return total
 
@@ -418,7 +418,7 @@ class SplitSearch:
         for count in in_flight_once(d.pp, d.vpp, candidate.micro_batches, stage, candidate.schedule):
             key = (id(memory), count)
             if key not in self._saved:
-                freed = np.diff(self._kept(memory, count, "none") - self._kept(memory, count, "full"))
+                freed = np.diff(self.kept(memory, count, "none") - self.kept(memory, count, "full"))
                 self._saved[key] = max(int(freed.max()), 0)
             saved += self._saved[key]
         return saved

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.data.workload import Training
     from shardwise.solver.collective import collective
     from shardwise.solver.evaluate import Evaluation, evaluate
+    from shardwise.solver.fit import Fit, fit
     from shardwise.solver.many import evaluate_many
     from shardwise.solver.result import Progress, Result
     from shardwise.solver.simulate import Simulation, simulate
@@ -39,6 +40,8 @@ _HOMES = {
     "collective": "shardwise.solver.collective",
     "Evaluation": "shardwise.solver.evaluate",
     "evaluate": "shardwise.solver.evaluate",
+    "Fit": "shardwise.solver.fit",
+    "fit": "shardwise.solver.fit",
     "evaluate_many": "shardwise.solver.many",
     "Progress": "shardwise.solver.result",
     "Result": "shardwise.solver.result",
@@ -54,6 +57,7 @@ _HOMES = {
 __all__ = [
     "Degrees",
     "Evaluation",
+    "Fit",
     "InputError",
     "Instance",
     "Placement",
@@ -70,6 +74,7 @@ __all__ = [
     "collective",
     "evaluate",
     "evaluate_many",
+    "fit",
     "load_cluster",
     "load_model",
     "simulate",

@@ -20,6 +20,7 @@ from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.data.rules import PACKS
 from shardwise.solver.cli_collective import collective_command
+from shardwise.solver.cli_fit import fit_command
 from shardwise.solver.cli_report import compare_command, report_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
 from shardwise.solver.cli_training_run import (
@@ -96,6 +97,7 @@ app = typer.Typer(
 )
 plan_app = typer.Typer(no_args_is_help=True, help="Find the best plan and prove how good it is.")
 app.add_typer(plan_app, name="plan")
+app.command("fit")(fit_command)
 app.command("collective")(collective_command)
 app.command("validate")(validate_command)
 app.command("calibrate")(calibrate_command)

@@ -256,6 +256,17 @@ class Search:
         search.waiting = deque((float(own.value_s.min()), own.grid) for own in chosen if len(own.grid))
         return search
 
+    def keep(self, rows: Callable[[Grid], npt.NDArray[np.bool_]]) -> None:
+        """Leave those of the waiting rows that have room."""
+        kept = []
+        for bound_s, grid in self.waiting:
+            self.check_time()
+            left = grid.rows(rows(grid))
+            self.tally.counts["pruned_by_room"] += len(grid) - len(left)
+            if len(left):
+                kept.append((bound_s, left))
+        self.waiting = deque(kept)
+
     def terms_of(self, grid: Grid) -> tuple[Any, Any]:
         """`Objective.of_rows`."""
         return self.objective.of_rows(self.tables, grid, lambda size: self.best_case.terms(grid.shape.sharding(size)))
@@ -322,7 +333,7 @@ class Search:
         self.rescale()
         return []
 
-    def try_rows(self, rows: list[Row], factor: int) -> list[Candidate]:
+    def try_rows(self, rows: Iterable[Row], factor: int) -> list[Candidate]:
         """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left."""
         left = []
         for _, step_s, grid, row in rows:

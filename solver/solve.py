@@ -26,6 +26,7 @@ from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
 from shardwise.formulations.objective import OBJECTIVES, Objective
+from shardwise.formulations.room import Room
 from shardwise.solver.close import Statistics, close_waves, settle
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, Progress, Result
@@ -215,8 +216,8 @@ class Run:
 
 def fewest_devices(every: Search, run: Run) -> tuple[Search, bool]:
     """(O4) One search after the other, each with one number of devices more, until one has a plan: the last search, and
-    whether it closed every candidate."""
-    search = every
+    whether it closed every candidate. What has no room is left out before any step is looked at."""
+    search, room = every, Room(every.splits)
     try:
         every.enumerate()
         every.bound(len(every.waiting), math.inf)
@@ -224,6 +225,7 @@ def fewest_devices(every: Search, run: Run) -> tuple[Search, bool]:
         counts = sorted({n for own in grids for n in np.unique(own.grid.devices).tolist()})
         for count in counts:
             search = every.of_devices(count, grids)
+            search.keep(room.rows)
             if not run.waiting(search):
                 return search, False
             if search.incumbent is not None:
