@@ -1,6 +1,6 @@
 """Energy of a training step.
 
-A step of t seconds on N devices splits, on the device that sets the pace, into t_p seconds of each phase p: it computes,
+A step of t seconds on N devices splits, on their mean (phases, H1-H3), into t_p seconds of each phase p: it computes,
 it communicates without computing, or it idles (pipeline bubble, host). t = t_compute + t_communication + t_idle. With
 the share s_p of the TDP drawn in phase p, the watts R that the rest of the node draws per device, and the wall watts k
 that one watt inside the node costs (`data/power.toml`):
@@ -133,7 +133,7 @@ def step_energy(
     devices
         N, the devices that the plan uses.
     compute_s, communication_s, idle_s
-        The phases of the step on the device that sets its pace; communication that hides under compute is compute.
+        The phases of the step on the mean device; communication that hides under compute is compute.
     tokens
         Tokens that the step trains on, over all devices.
     power

@@ -378,10 +378,16 @@ def memory_reason(search: Search) -> str:
     need, degrees = least_memory_bytes(search.best_case, search.enumerate())
     capacity = instance.memory_limit_bytes
     shape = f"tp={degrees.tp} pp={degrees.pp} dp={degrees.dp} micro_batch={degrees.micro_batch} zero={degrees.zero}"
+    has, cure = f"{capacity / 1e9:.1f} GB usable", "Use more devices, devices with more memory, or a shorter sequence"
+    if need > capacity:
+        return (
+            f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at "
+            f"least {need / 1e9:.1f} GB on some device; {instance.accelerator.name} has {has}. {cure}"
+        )
     return (
-        f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at "
-        f"least {need / 1e9:.1f} GB on some device; {instance.accelerator.name} has {capacity / 1e9:.1f} GB usable. "
-        f"Use more devices, devices with more memory, or a shorter sequence"
+        f"memory: no plan fits. {instance.accelerator.name} has {has}; spread evenly over all devices the leanest degrees "
+        f"({shape}) would need {need / 1e9:.1f} GB, but whole layers, and what is in flight on the fullest stage, need more "
+        f"than that under every setting. {cure}"
     )
 
 
