@@ -26,8 +26,16 @@ INSTANCES = [
     ("llama-3.1-70b", "dgx-h100:8", 8192, 512),
     ("llama-3.1-405b", "dgx-h100:2048", 8192, 2048),
     ("gpt-3-175b", "dgx-a100:64", 2048, 1536),
+    ("llama-3.1-405b", "dgx-h100:2048", 131072, 128),
+    ("nemotron-h-56b", "dgx-h100:32", 8192, 768),
+    ("nemotron-3-nano-30b-a3b", "dgx-h100:4", 8192, 512),
+    ("qwen3-235b-a22b", "dgx-h100:32", 4096, 2048),
+    ("kimi-k2", "gb200-nvl72:144", 4096, 8192),
+    ("deepseek-v3", "dgx-h800:256", 4096, 15360),
 ]
 GROWTH = [("llama-3.1-70b", f"dgx-h100:{nodes}", 8192, max(512, nodes)) for nodes in (8, 32, 128, 512, 2048, 8192)]
+ROWS = ("pruned_by_memory", "pruned_by_shape_bound", "pruned_by_work_bound")
+"""What drops candidates before their placements are looked at."""
 SEED = 0
 WORKERS = 2
 
@@ -55,6 +63,7 @@ def row(model: str, cluster: str, seq_len: int, batch: int, repeat: int) -> dict
     runs = [run_once(model, cluster, seq_len, batch) for _ in range(repeat)]
     report = runs[0]["report"]
     candidates, cp_sat = report["candidates"], report["cp_sat"]
+    pruned = sum(count for name, count in candidates.items() if name in ROWS)
     return {
         "model": model,
         "cluster": cluster,
@@ -65,6 +74,8 @@ def row(model: str, cluster: str, seq_len: int, batch: int, repeat: int) -> dict
         "gap": f"{runs[0]['gap']:.1e}",
         "step_time_s": round(runs[0]["value"], 4),
         "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
+        "candidates_per_s": round(candidates["enumerated"] / report["wall_time_s"]),
+        "pruned_before_placement": round(pruned / candidates["enumerated"], 5),
         "peak_mb": round(statistics.median(run["peak_mb"] for run in runs)),
         **{name: value for name, value in candidates.items()},
         **{f"cp_{name}": value for name, value in cp_sat.items() if isinstance(value, int | float)},
