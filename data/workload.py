@@ -32,6 +32,7 @@ MAX_SEQUENCE = 2**26
 MAX_BATCH = 2**24
 MAX_RANK = 2**14
 MAX_LENGTHS = 10_000
+MAX_IMBALANCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class Training:
 
     `lengths` says that sequences are packed from documents that do not attend to each other: (length, share) pairs, the
     shares counted in documents and in any unit. Documents longer than `seq_len` are cut; none are where it is None.
+
+    `expert_imbalance` is how many times the mean the busiest rank of an expert-parallel group receives: 1 with balanced
+    routing; all ranks wait for the busiest, and it holds as much more.
     """
 
     seq_len: int
@@ -59,6 +63,7 @@ class Training:
     lora_modules: LoraModules = "all"
     base_precision: BasePrecision = "16bit"
     lengths: Sequence[tuple[float, float]] | None = None
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         faults = []
@@ -82,6 +87,9 @@ class Training:
         ):
             if chosen not in allowed:
                 faults.append(f"workload.{name}={chosen!r} must be one of {', '.join(allowed)}")
+        load = self.expert_imbalance
+        if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= MAX_IMBALANCE:
+            faults.append(f"workload.expert_imbalance={load!r} must be a number from 1 (balanced) to {MAX_IMBALANCE}")
         faults += self._lora_faults()
         if self.lengths is not None:
             wrong = length_faults(self.lengths)
@@ -121,9 +129,10 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters and of packing where there are none."""
+        """The fields, without those of adapters, packing and imbalance where there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
+        unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property

@@ -22,7 +22,8 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
 (L6) context parallelism gathers keys and values, 2 bytes each over the group, forward; backward gathers them again and
      reduce-scatters their gradients. A ring sends the same bytes in c - 1 turns (arXiv 2310.01889, section 3).
 (L7) expert parallelism sends each routed token out and back: two all-to-alls of 2 x k h / t bytes each way (Lepikhin et
-     al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5).
+     al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5). All
+     wait for the busiest rank, which has `expert_imbalance` times the mean to exchange and to compute.
 (L8) the head is the matrix h -> V / t with V padded to a multiple of 128 t (Megatron vocab_utils), and a cross entropy
      in fp32: 28 bytes a logit forward (cast, maximum, shift, exponentials, sum, division), 14 backward.
 (L9) the host issues one launch per kernel and collective; the backward pass issues twice as many.
@@ -63,6 +64,7 @@ from shardwise.formulations.kernels import (
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
+    from shardwise.data.workload import Training
 
 ACTIVATION_BYTES = 2
 VOCAB_MULTIPLE = 128
@@ -276,9 +278,15 @@ def _expert_exchange(instance: Instance, part: Moe, sharding: Sharding, groups: 
 
 
 def routed_bytes(instance: Instance, part: Moe, sharding: Sharding) -> float:
-    """(L7) What one rank sends to the experts of one layer."""
+    """(L7) What the busiest rank exchanges with the experts of one layer."""
     share = sharding.tp if sharding.sequence_parallel else 1
-    return ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
+    sent = ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
+    return sent * busiest(instance.workload, sharding)
+
+
+def busiest(workload: Training, sharding: Sharding) -> float:
+    """(L7) Tokens of the busiest rank of an expert-parallel group over the mean."""
+    return workload.expert_imbalance if sharding.ep > 1 else 1.0
 
 
 def _linear(
@@ -484,11 +492,13 @@ def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding,
 
 
 def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> LayerTerms:
-    """(L1), (L4): router, permutation, experts with balanced routing, shared expert."""
+    """(L1), (L4): router, permutation, the experts of the busiest rank, shared expert."""
     ways = sharding.etp if sharding.spread else sharding.tp
     hidden, width = instance.model.hidden, max(part.intermediate // ways, 1)
     share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
-    routed = tokens / share * part.top_k * (sharding.etp if sharding.spread else 1)
+    routed = (
+        tokens / share * part.top_k * (sharding.etp if sharding.spread else 1) * busiest(instance.workload, sharding)
+    )
     experts = max(part.experts // sharding.ep, 1)
     inputs = 2 if part.gated else 1
     router = _frozen_matrix if instance.workload.frozen else _matrix

@@ -48,7 +48,7 @@ from shardwise.data.adapters import adapts, is_adapted, is_projection
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.workload import FROZEN_BYTES, OPTIMIZER_STATE_BYTES
-from shardwise.formulations.layer_costs import ACTIVATION_BYTES, padded_vocab
+from shardwise.formulations.layer_costs import ACTIVATION_BYTES, busiest, padded_vocab
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -258,7 +258,7 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
             products += (2 if part.gated else 1) * part.intermediate / tp
             inputs += part.intermediate / tp
         else:
-            kept = _moe_values(part, hidden, sharding)
+            kept = _moe_values(part, hidden, sharding, workload)
             values += kept
             products += kept
             inputs += kept / 3
@@ -280,7 +280,7 @@ def _adapter_values(workload: Training, kind: LayerKind, sharding: Sharding) -> 
     """(M9) What the adapters of a layer keep per token between A and B."""
     rank = workload.lora_rank or 0
     adapted = [tensor for tensor in kind.tensors if rank and is_adapted(workload, tensor)]
-    routed = _routed_copies(kind.ffn, sharding) if isinstance(kind.ffn, Moe) else 0.0
+    routed = _routed_copies(kind.ffn, sharding, workload) if isinstance(kind.ffn, Moe) else 0.0
     return float(sum(rank * (routed if tensor.expert else 1) for tensor in adapted))
 
 
@@ -293,7 +293,7 @@ def _unneeded_values(workload: Training, kind: LayerKind, hidden: int, sharding:
     if isinstance(part, Mlp):
         return normed + part.intermediate / sharding.tp
     ways = sharding.etp if sharding.spread else sharding.tp
-    routed = _routed_copies(part, sharding) * (hidden + part.intermediate / ways)
+    routed = _routed_copies(part, sharding, workload) * (hidden + part.intermediate / ways)
     return normed + routed + part.shared_intermediate / sharding.tp
 
 
@@ -302,18 +302,18 @@ def heads_here(kind: LayerKind, tp: int) -> float:
     return max(kind.mixer.heads / tp, 1) if isinstance(kind.mixer, Attention) else 0.0
 
 
-def _moe_values(part: Moe, hidden: int, sharding: Sharding) -> float:
+def _moe_values(part: Moe, hidden: int, sharding: Sharding, workload: Training) -> float:
     """Values kept per token: permuted inputs, expert intermediates, expert outputs, shared expert."""
     inputs = 3 if part.gated else 2
     ways = sharding.etp if sharding.spread else sharding.tp
-    routed = _routed_copies(part, sharding) * (2 * hidden + inputs * part.intermediate / ways)
+    routed = _routed_copies(part, sharding, workload) * (2 * hidden + inputs * part.intermediate / ways)
     return routed + inputs * part.shared_intermediate / sharding.tp
 
 
-def _routed_copies(part: Moe, sharding: Sharding) -> float:
-    """Copies of a token that the experts of one device see."""
+def _routed_copies(part: Moe, sharding: Sharding, workload: Training) -> float:
+    """Copies of a token that the experts of the busiest device see."""
     share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
-    return part.top_k / share * (sharding.etp if sharding.spread else 1)
+    return part.top_k / share * (sharding.etp if sharding.spread else 1) * busiest(workload, sharding)
 
 
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:

@@ -35,12 +35,14 @@ from shardwise.solver.cli_training_run import (
     with_terms,
 )
 from shardwise.solver.cli_workload import (
+    ImbalanceOption,
     LengthsOption,
     LoraModulesOption,
     LoraRankOption,
     MeanDocumentOption,
     QloraOption,
     packing_fields,
+    routing_fields,
     training,
     tuning_fields,
 )
@@ -169,6 +171,7 @@ def plan_training(
     qlora: QloraOption = None,
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
+    expert_imbalance: ImbalanceOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -212,6 +215,7 @@ def plan_training(
         {"seq_len": seq_len, "global_batch": global_batch, **kinds}
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
+        | routing_fields(expert_imbalance)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -301,6 +305,7 @@ def evaluate_command(
     qlora: QloraOption = None,
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
+    expert_imbalance: ImbalanceOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -372,6 +377,7 @@ def evaluate_command(
         seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
+    workload |= routing_fields(expert_imbalance)
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:

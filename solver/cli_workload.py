@@ -24,6 +24,10 @@ MeanDocumentOption = Annotated[
         "--mean-document-length", help="Sequences are packed of documents of this length that do not attend to others."
     ),
 ]
+ImbalanceOption = Annotated[
+    float | None,
+    typer.Option("--expert-imbalance", help="Tokens of the busiest expert-parallel rank over the mean, default 1."),
+]
 LengthsOption = Annotated[
     str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
 ]
@@ -48,6 +52,11 @@ def packing_fields(mean_document_length: float | None, lengths: str | None) -> d
         return {} if lengths is None else {"lengths": read_lengths(lengths)}
     except InputError as error:
         return {"lengths": error}
+
+
+def routing_fields(expert_imbalance: float | None) -> dict[str, Any]:
+    """What the option says of routing, as a field of the workload."""
+    return {} if expert_imbalance is None else {"expert_imbalance": expert_imbalance}
 
 
 def training(fields: dict[str, Any]) -> Any:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         ({"lengths": [(512, 1), (0, 1)]}, "workload.lengths[1]: length=0 must be a number from 1"),
         ({"lengths": [(512, -1)]}, "workload.lengths[0]: share=-1"),
         ({"lengths": [(512, float("nan"))]}, "share=nan"),
+        ({"expert_imbalance": 0.5}, "workload.expert_imbalance=0.5 must be a number from 1 (balanced)"),
+        ({"expert_imbalance": float("inf")}, "workload.expert_imbalance=inf"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
