@@ -195,12 +195,14 @@ class SplitSearch:
         work = int(self.prefix(_both(time))[-1] + sum(_both(time)[-2:]) + 2 * _links(time, p)[0].sum())
 
         def least(block: int) -> int:
-            largest = max(min(most, self._most_held(candidate, memory, block)), 1)
+            largest = max(min(most, max(self._rooms(candidate, memory, block))), 1)
             repeated = self.layers * min(block, largest) * each // largest
             return int(time.overhead) + m * (work + repeated) // p
 
         opened: list[tuple[int, int, Split, Iterator[Split]]] = []
         block = 1
+        while block <= most and sum(self._rooms(candidate, memory, block)) < self.layers:
+            block += 1
         while opened or block <= most:
             while block <= most and least(block) <= limit and (not opened or least(block) <= opened[0][0]):
                 splits = _by_bound(self._stage_choices(candidate, time, memory, limit, ("full",), block), limit)
@@ -228,7 +230,8 @@ class SplitSearch:
         p, m, total = candidate.degrees.pp, candidate.micro_batches, self.layers
         fills, drains = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
         most = self._most_layers(time, m, limit)
-        largest = max(min(most, self._most_held(candidate, memory, common)), 1) if common else 1
+        rooms = self._rooms(candidate, memory, common) if common or modes == ("none",) else [total] * p
+        largest = max(min(most, max(rooms)), 1)
         busy = m * self.prefix(_both(time))
         forward, backward = self.prefix(time.forward), self.prefix(time.backward)
         floor, overlap = self.prefix(time.tail_floor), self.prefix(time.tail_overlap)
@@ -245,7 +248,7 @@ class SplitSearch:
             )
             if k == 0:
                 first = np.zeros(1, dtype=np.int64)
-            size = np.arange(least, most + 1)
+            size = np.arange(least, min(most, rooms[k]) + 1)
             if not len(first) or not len(size):
                 return []
             start = first[:, None]
@@ -277,16 +280,18 @@ class SplitSearch:
             value[first] = onward.min(axis=1)
         return choices[::-1] if value[0] <= limit else []
 
-    def _most_held(self, candidate: Candidate, memory: MemoryCoefficients, block: int) -> int:
-        """No stage of v = 1 holds more layers than this when each repeats `block` of them in full."""
-        p, m, kinds, most = candidate.degrees.pp, candidate.micro_batches, range(len(memory.state)), 0
-        for flying in {in_flight_once(p, 1, m, k, candidate.schedule)[0] for k in range(p)}:
+    def _rooms(self, candidate: Candidate, memory: MemoryCoefficients, block: int) -> list[int]:
+        """Layers that each stage of v = 1 holds at most when it repeats `block` of them in full."""
+        p, m, kinds = candidate.degrees.pp, candidate.micro_batches, range(len(memory.state))
+        in_flight = [in_flight_once(p, 1, m, k, candidate.schedule)[0] for k in range(p)]
+        rooms: dict[int, int] = {}
+        for flying in set(in_flight):
             plain = [memory.kept(kind, flying, "none") for kind in kinds]
             saved = max(kept - memory.kept(kind, flying, "full") for kind, kept in zip(kinds, plain, strict=True))
             each = min(state + kept for state, kept in zip(memory.state, plain, strict=True))
             room = memory.capacity - memory.fixed + block * max(saved, 0)
-            most = max(most, self.layers if each <= 0 else room // each)
-        return min(most, self.layers)
+            rooms[flying] = self.layers if each <= 0 else max(min(room // each, self.layers), 0)
+        return [rooms[flying] for flying in in_flight]
 
     def _most_layers(self, time: TimeCoefficients, micro_batches: int, limit: int) -> int:
         """No stage of a plan within `limit` holds more layers than this."""

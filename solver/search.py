@@ -291,6 +291,19 @@ class Search:
             rows.append(Row(float(lower[i]), float(own.step_s[row]), own.grid, row))
         return rows
 
+    def refined(self, rows: list[Row]) -> list[Row]:
+        """A few rows by bounds that know of recompute (B6)-(B9): those that need little memory come first."""
+        of_grid: dict[int, list[Row]] = {}
+        for row in rows:
+            of_grid.setdefault(id(row.grid), []).append(row)
+        again = []
+        for own in of_grid.values():
+            few = own[0].grid.rows(np.array([row.row for row in own]))
+            step_s = grid_bounds(self.best_case, few, math.inf)
+            for row, value, step in zip(own, self.value_s(few, step_s).tolist(), step_s.tolist(), strict=True):
+                again.append(Row(value, step, row.grid, row.row))
+        return sorted(again, key=lambda row: row.value_s)
+
     def within(self) -> list[Row]:
         """The rows that can be as good as the incumbent, by bounds that know it."""
         assert self.incumbent is not None
@@ -317,7 +330,7 @@ class Search:
         shapes = FIRST_SHAPES
         while self.waiting and self.incumbent is None:
             self.bound(shapes, math.inf)
-            self.try_rows(self.ordered(self.bounded, FIRST_ROWS), FIRST_TRY)
+            self.try_rows(self.refined(self.ordered(self.bounded, FIRST_ROWS)), FIRST_TRY)
             shapes *= 2
         if self.incumbent is None:
             self.try_rows(self.ordered(self.bounded), FIRST_TRY)
@@ -328,8 +341,7 @@ class Search:
                     self.choose_unit(max(self.serial_s(candidate) for candidate in left))
                 return left
         self.rescale()
-        rows = self.ordered(self.bounded, FIRST_ROWS)
-        self.probe(rows)
+        self.probe(self.refined(self.ordered(self.bounded, FIRST_ROWS)))
         self.rescale()
         return []
 
