@@ -132,6 +132,7 @@ def pareto_front(
             time_limit_s=left,
             workers=workers,
             seed=seed,
+            top=0,
             on_progress=on_progress,
         )
 

@@ -29,14 +29,17 @@ from shardwise.formulations.objective import OBJECTIVES, Objective
 from shardwise.formulations.room import Room
 from shardwise.solver.close import Statistics, close_waves, settle
 from shardwise.solver.evaluate import evaluate
-from shardwise.solver.result import Alternative, Progress, Result
+from shardwise.solver.result import Alternative, Progress, Result, layout_of
+from shardwise.solver.robust import robustness
 from shardwise.solver.search import NEAR, Search, TimeUpError
 from shardwise.solver.tighten import tighten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-ALTERNATIVES = 5
+    from shardwise.data.plan import Plan
+
+ALTERNATIVES, MOST_ALTERNATIVES = 5, 100
 
 
 def build_instance(
@@ -100,6 +103,7 @@ def solve(
     seed: int = 0,
     prune: bool = True,
     free_chunks: bool = False,
+    top: int = ALTERNATIVES,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """Find the best plan for an objective and prove how good it is.
@@ -125,6 +129,9 @@ def solve(
         False puts every candidate into one CP-SAT model (at most 2,000).
     free_chunks
         Search any contiguous split into chunks too, where with vpp > 1 only even ones are otherwise.
+    top
+        So many alternatives at most: the best plans met that differ from every better one in dp, tp, pp, cp, ep, zero or
+        dp_replicate; 0 for none. They are not proven to be the next best.
     on_progress
         Called with a `Progress` a few times a second.
 
@@ -145,6 +152,8 @@ def solve(
             faults.append(f"{name}={number} must be positive")
     if workers is not None and not 0 < workers <= 4096:
         faults.append(f"workers={workers} must be between 1 and 4096")
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MOST_ALTERNATIVES:
+        faults.append(f"top={top!r} must be a whole number between 0 and {MOST_ALTERNATIVES}")
     if not 0 <= seed < 2**31:
         faults.append(f"seed={seed} must be between 0 and 2^31 - 1")
     if instance is None:
@@ -166,7 +175,7 @@ def solve(
     deadline = None if time_limit_s is None else started + time_limit_s
     search = Search(instance, deadline, on_progress, goal)
     search.longest_s = math.inf if deadline_s is None else deadline_s
-    run = Run(Statistics(), workers if workers is not None else min(8, os.cpu_count() or 1), seed, prune)
+    run = Run(Statistics(), workers if workers is not None else min(8, os.cpu_count() or 1), seed, prune, top)
     if goal.name == "devices":
         search, closed = fewest_devices(search, run)
     else:
@@ -182,6 +191,7 @@ class Run:
     workers: int
     seed: int
     prune: bool
+    top: int
 
     def whole(self, search: Search) -> bool:
         """Whether every candidate was pruned by a bound or closed."""
@@ -268,6 +278,11 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
     if goal.name == "devices":
         report["step_time_bound_s"] = bound
         value = bound = float(incumbent.evaluation.devices)
+    others = _alternatives(search, run.top)
+    robust = robustness(search.tables, [incumbent.plan, *(other.plan for other in others)], goal.name, seed=run.seed)
+    for index, other in enumerate(others, start=1):
+        share, regret = robust.of(index)
+        others[index - 1] = replace(other, best_share=share, expected_regret=regret)
     return Result(
         "OPTIMAL" if closed else "FEASIBLE",
         goal.name,
@@ -276,25 +291,27 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
         bound,
         plan,
         incumbent.evaluation,
-        alternatives=_alternatives(search),
+        alternatives=tuple(others),
+        robustness=robust,
         report=report,
         sense=goal.sense,
     )
 
 
-def _alternatives(search: Search) -> tuple[Alternative, ...]:
-    """The next best plans that were met, one of each candidate."""
+def _alternatives(search: Search, most: int) -> list[Alternative]:
+    """The next best plans that were met, each of a layout that no better one has."""
     instance, incumbent, goal = search.instance, search.incumbent, search.objective
     assert incumbent is not None
-    others = sorted(
-        (value, key, other) for key, (value, other) in search.seen.items() if key != incumbent.candidate.tie_key
-    )[:ALTERNATIVES]
-    return tuple(
+    found: dict[tuple[int, ...], tuple[int, Plan]] = {}
+    for _, (value, plan) in sorted(search.seen.items(), key=lambda own: (own[1][0], own[0])):
+        found.setdefault(layout_of(plan), (value, plan))
+    found.pop(layout_of(incumbent.plan), None)
+    return [
         Alternative(
-            other, goal.value(instance, goal.seconds(instance, evaluate(instance, other))), value == incumbent.value
+            plan, goal.value(instance, goal.seconds(instance, evaluate(instance, plan))), value == incumbent.value
         )
-        for value, _, other in others
-    )
+        for value, plan in list(found.values())[:most]
+    ]
 
 
 def _bound_s(search: Search, closed: bool) -> float:
