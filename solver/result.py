@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Degrees, Plan
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.robust import Robustness
 
@@ -127,9 +127,9 @@ LAYOUT = ("dp", "tp", "pp", "cp", "ep", "zero", "dp_replicate")
 """Degrees that make two plans different layouts; others, such as vpp, make variants of one."""
 
 
-def layout_of(plan: Plan) -> tuple[int, ...]:
+def layout_of(degrees: Degrees) -> tuple[int, ...]:
     """The degrees of `LAYOUT`."""
-    return tuple(getattr(plan.degrees, name) for name in LAYOUT)
+    return tuple(getattr(degrees, name) for name in LAYOUT)
 
 
 def differing_degrees(other: Plan, best: Plan) -> dict[str, int]:

@@ -27,17 +27,15 @@ from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
 from shardwise.formulations.objective import OBJECTIVES, Objective
 from shardwise.formulations.room import Room
+from shardwise.solver.alternatives import alternatives, meet_others
 from shardwise.solver.close import Statistics, close_waves, settle
-from shardwise.solver.evaluate import evaluate
-from shardwise.solver.result import Alternative, Progress, Result, layout_of
+from shardwise.solver.result import Progress, Result
 from shardwise.solver.robust import robustness
 from shardwise.solver.search import NEAR, Search, TimeUpError
 from shardwise.solver.tighten import tighten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from shardwise.data.plan import Plan
 
 ALTERNATIVES, MOST_ALTERNATIVES = 5, 100
 
@@ -278,7 +276,9 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
     if goal.name == "devices":
         report["step_time_bound_s"] = bound
         value = bound = float(incumbent.evaluation.devices)
-    others = _alternatives(search, run.top)
+    if closed and run.top:
+        meet_others(search, run.top)
+    others = alternatives(search, run.top)
     robust = robustness(search.tables, [incumbent.plan, *(other.plan for other in others)], goal.name, seed=run.seed)
     for index, other in enumerate(others, start=1):
         share, regret = robust.of(index)
@@ -296,22 +296,6 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
         report=report,
         sense=goal.sense,
     )
-
-
-def _alternatives(search: Search, most: int) -> list[Alternative]:
-    """The next best plans that were met, each of a layout that no better one has."""
-    instance, incumbent, goal = search.instance, search.incumbent, search.objective
-    assert incumbent is not None
-    found: dict[tuple[int, ...], tuple[int, Plan]] = {}
-    for _, (value, plan) in sorted(search.seen.items(), key=lambda own: (own[1][0], own[0])):
-        found.setdefault(layout_of(plan), (value, plan))
-    found.pop(layout_of(incumbent.plan), None)
-    return [
-        Alternative(
-            plan, goal.value(instance, goal.seconds(instance, evaluate(instance, plan))), value == incumbent.value
-        )
-        for value, plan in list(found.values())[:most]
-    ]
 
 
 def _bound_s(search: Search, closed: bool) -> float:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import lru_cache
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,8 @@ def test_times_under_a_draw_are_those_of_a_profile_with_its_constants() -> None:
     own = plans(solved())
     constants = drawn_constants(instance().profile, 3, 1.0, 7)
     times = step_times_under(cost_tables(instance()), own, constants)
-    changed = replace(instance().profile, **{name: float(values[2]) for name, values in constants.items()})
+    third: dict[str, Any] = {name: float(values[2]) for name, values in constants.items()}
+    changed = replace(instance().profile, **third)
     under = replace(instance(), profile=changed)
     assert times[:, 2] == pytest.approx([evaluate(under, plan).step_time_s for plan in own], rel=1e-9)
 
@@ -131,8 +133,9 @@ def test_the_recommended_plan_has_the_least_expected_regret() -> None:
 def test_alternatives_differ_from_every_better_plan_in_a_degree_of_the_layout() -> None:
     result = solved()
     assert len(result.alternatives) > 1
-    layouts = [layout_of(plan) for plan in plans(result)]
+    layouts = [layout_of(plan.degrees) for plan in plans(result)]
     assert len(set(layouts)) == len(layouts)
+    assert result.value is not None
     values = [result.value, *(other.value for other in result.alternatives)]
     assert values == sorted(values)
     for other in result.alternatives:
@@ -184,3 +187,25 @@ def test_keys_of_the_result_document_do_not_depend_on_the_objective() -> None:
         for entry in document["alternatives"]:
             assert set(entry) == {"value", "tie", "best_share", "expected_regret", "differs", "plan"}
         json.dumps(document)
+
+
+def test_others_are_met_without_a_better_plan_taking_the_optimums_place() -> None:
+    search_alone, with_others = solved(top=0), solved(top=40)
+    assert search_alone.plan == with_others.plan
+    assert search_alone.value == with_others.value
+    assert len(with_others.alternatives) > len(solved().alternatives) == 5
+    assert [other.plan for other in with_others.alternatives[:1]] == [solved().alternatives[0].plan]
+    for other in with_others.alternatives:
+        evaluation = evaluate(instance(), other.plan)
+        assert evaluation.admitted
+        assert other.value == evaluation.step_time_s
+
+
+def test_the_command_line_tells_of_as_many_plans_as_asked() -> None:
+    out = StringIO()
+    show_result(Console(file=out, width=120), instance(), solved(top=2))
+    assert "│   2" in out.getvalue()
+    assert "│   3" not in out.getvalue()
+    out = StringIO()
+    show_result(Console(file=out, width=120), instance(), solved("energy"))
+    assert f"not told how often each is the best: {LEFT_OUT['energy']}" in out.getvalue()
