@@ -4,8 +4,8 @@ A search drops what cannot be the best before it looks at any plan of it, so few
 search that closed, the rows that memory and shape bounds left are tried in order of their bound
 
 (A1) until `most` layouts beside the best plan's have a plan of V at most the bound of the next row, or `TRIED` candidates
-     were tried; a candidate is tried with plans up to the V of the last of those layouts, or up to `FIRST_TRY` times its
-     bound while there are fewer.
+     for each of them were tried; a candidate is tried with plans up to the V of the last of those layouts, or up to
+     `FIRST_TRY` times its bound while there are fewer.
 (A2) The alternatives are the best plan met of every layout but the best plan's, in order of V, then of tie order.
 
 Shapes whose bound was above the best plan are not looked at again, and a layout may have a better plan than the one met:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardwise.formulations.candidates import Candidate
     from shardwise.solver.search import Search
 
-TRIED = 64
+TRIED = 16
 
 
 def meet_others(search: Search, most: int) -> None:
@@ -37,7 +37,7 @@ def meet_others(search: Search, most: int) -> None:
     try:
         for value_s, step_s, grid, row in search.ordered(search.bounded):
             last = _last(search, most)
-            if tried >= TRIED or (last is not None and value_s > last * search.unit_s):
+            if tried >= TRIED * most or (last is not None and value_s > last * search.unit_s):
                 break
             for candidate in search.candidates(grid, row):
                 search.check_time()

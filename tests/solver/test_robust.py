@@ -17,7 +17,6 @@ from shardwise.data.profile import BASE, load_profile, profile_document
 from shardwise.solver.evaluate import cost_tables, evaluate
 from shardwise.solver.fitting import TIME_WIDTHS
 from shardwise.solver.render import show_result
-from shardwise.solver.result import LAYOUT, layout_of
 from shardwise.solver.robust import (
     LEFT_OUT,
     TIED,
@@ -130,32 +129,6 @@ def test_the_recommended_plan_has_the_least_expected_regret() -> None:
     assert "not proven to be the next best" in out.getvalue()
 
 
-def test_alternatives_differ_from_every_better_plan_in_a_degree_of_the_layout() -> None:
-    result = solved()
-    assert len(result.alternatives) > 1
-    layouts = [layout_of(plan.degrees) for plan in plans(result)]
-    assert len(set(layouts)) == len(layouts)
-    assert result.value is not None
-    values = [result.value, *(other.value for other in result.alternatives)]
-    assert values == sorted(values)
-    for other in result.alternatives:
-        assert set(other.differs(plans(result)[0])) & set(LAYOUT)
-        assert other.tie == (other.value == result.value) or other.value == pytest.approx(result.value, rel=1e-5)
-
-
-def test_top_says_how_many_alternatives_there_are_at_most() -> None:
-    two, none = solved(top=2), solved(top=0)
-    assert two.alternatives[0].plan == solved().alternatives[0].plan
-    assert len(two.alternatives) == 2
-    assert none.alternatives == ()
-    assert none.robustness is not None
-    assert none.robustness.best_share == (1.0,)
-    assert none.plan == two.plan == solved().plan
-    for wrong in (-1, 101, True, 2.5):
-        with pytest.raises(sw.InputError, match="top="):
-            sw.solve(instance=instance(), top=wrong)  # type: ignore[arg-type]
-
-
 def test_worth_by_device_counts_the_devices() -> None:
     result = solved("throughput-per-device")
     robust = result.robustness
@@ -187,18 +160,6 @@ def test_keys_of_the_result_document_do_not_depend_on_the_objective() -> None:
         for entry in document["alternatives"]:
             assert set(entry) == {"value", "tie", "best_share", "expected_regret", "differs", "plan"}
         json.dumps(document)
-
-
-def test_others_are_met_without_a_better_plan_taking_the_optimums_place() -> None:
-    search_alone, with_others = solved(top=0), solved(top=40)
-    assert search_alone.plan == with_others.plan
-    assert search_alone.value == with_others.value
-    assert len(with_others.alternatives) > len(solved().alternatives) == 5
-    assert [other.plan for other in with_others.alternatives[:1]] == [solved().alternatives[0].plan]
-    for other in with_others.alternatives:
-        evaluation = evaluate(instance(), other.plan)
-        assert evaluation.admitted
-        assert other.value == evaluation.step_time_s
 
 
 def test_the_command_line_tells_of_as_many_plans_as_asked() -> None:
