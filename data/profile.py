@@ -13,6 +13,8 @@ from shardwise.data.faults import InputError
 
 MAX_FILE_BYTES = 1_000_000
 MAX_CONSTANT = 1e18
+SHARES = ("recompute_overlap", "dp_comm_overlap")
+"""Constants that bounds on the step take to be shares of a whole: (P3), (B5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ def saved_profile(document: object) -> Profile:
             faults.append(f"plan.instance.profile.{key}={value!r} must be a number from 0 to 1e18")
         elif key in POSITIVE and value == 0:
             faults.append(f"plan.instance.profile.{key}=0 must be positive")
+        elif key in SHARES and value > 1:
+            faults.append(f"plan.instance.profile.{key}={value!r} is a share, at most 1")
     if faults:
         raise InputError(faults)
     return Profile(str(document.get("name", "saved")), **{key: float(document[key]) for key in CONSTANTS})
@@ -162,8 +166,10 @@ def profile_from(document: dict[str, Any], name: str) -> Profile:
             faults.append(f"profile {name}: constants.{key}.bounds={bounds!r} must be two numbers")
         elif not bounds[0] <= value <= bounds[1]:
             faults.append(f"profile {name}: constants.{key}.value={value} is outside its bounds {bounds}")
-        elif key in POSITIVE and value <= 0:
+        elif value < 0 or (key in POSITIVE and value == 0):
             faults.append(f"profile {name}: constants.{key}.value={value} must be positive")
+        elif key in SHARES and value > 1:
+            faults.append(f"profile {name}: constants.{key}.value={value} is a share, at most 1")
         else:
             values[key] = float(value)
     if faults:

@@ -219,7 +219,7 @@ def quick_bounds_s(best: BestCase, grid: Grid) -> Floats:
 
 
 def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> Floats:
-    """(B2)-(B6) of every row of `grid` in seconds, with the best placement of each group assumed.
+    """(B2)-(B6), (B8), (B9) of every row of `grid` in seconds, with the best placement of each group assumed.
 
     With `within_s` the bounds of rows that have no plan of at most so many seconds may be anything.
     """

@@ -22,7 +22,7 @@ from shardwise.data.limits import parse_limits
 from shardwise.data.plan import Degrees
 from shardwise.formulations.bounds import BestCase, least_memory
 from shardwise.formulations.candidates import PlacementTable, enumerate_grids
-from shardwise.formulations.memory import MIB, KindParams, StateBytes, state_bytes
+from shardwise.formulations.memory import MIB, KindParams, StateBytes, end_units, state_bytes
 from shardwise.formulations.room import Room, candidate_of
 from shardwise.formulations.splits import SplitSearch
 
@@ -78,8 +78,14 @@ class Count(NamedTuple):
 def arithmetic(tables: CostTables) -> Arithmetic:
     """(D1) of an instance."""
     instance = tables.instance
-    params = instance.model.params
-    states: StateBytes = state_bytes(instance, KindParams(params, 0), Degrees())
+    params, held = instance.model.params, KindParams(instance.model.params, 0)
+    if instance.workload.frozen:
+        # One device holds no more of a tensor than several do together: padding, ceilings and copies only grow.
+        held, end = end_units(instance, 1)
+        held += end
+        for count, kind in zip(tables.kind_counts.tolist(), tables.kind_params(1, 1, 1), strict=True):
+            held += kind * count
+    states: StateBytes = state_bytes(instance, held, Degrees())
     each = (states.weights / params, states.gradients / params, states.optimizer / params)
     return Arithmetic(params, *each, tables.capacity_mib * MIB, instance.profile.memory_reserve_bytes)
 

@@ -195,6 +195,7 @@ def plan_training(
     free_chunks: Annotated[
         bool, typer.Option("--free-chunks", help="With vpp > 1 any contiguous split, not only even ones.")
     ] = False,
+    top: Annotated[int, typer.Option("--top", help="Other plans to tell of, each of another layout; 0 for none.")] = 5,
     tokens: TokensOption = None,
     price: PriceOption = None,
     node_mtbf_hours: NodeMtbfOption = None,
@@ -240,6 +241,7 @@ def plan_training(
             seed=seed,
             prune=not no_prune,
             free_chunks=free_chunks,
+            top=top,
             on_progress=watch.report,
         )
     run = None if terms is None or result.evaluation is None else run_of(result.evaluation, terms)

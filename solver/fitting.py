@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
 
 from shardwise.formulations.table import path_table, path_times_s, step_times_s
 
@@ -160,6 +159,8 @@ def _least_squares(
 ) -> tuple[Profile, Floats]:
     """The profile that minimises the charges and the distance from the prior, and the Jacobian of both there; the search
     starts at `first`, or at the prior."""
+    from scipy.optimize import least_squares  # takes half a second, which a solve that reads the widths can do without
+
     logarithmic = np.array([name in LOGARITHMIC for name in names])
     tiny = np.array([1e-9 if log else 0.0 for log in logarithmic])
 

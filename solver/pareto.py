@@ -132,6 +132,7 @@ def pareto_front(
             time_limit_s=left,
             workers=workers,
             seed=seed,
+            top=0,
             on_progress=on_progress,
         )
 
@@ -152,9 +153,9 @@ def pareto_front(
     if points and fastest.evaluation is not None and points[-1].step_time_s > fastest.evaluation.step_time_s:
         nearest_s = fastest.evaluation.step_time_s * (1 + LEAST_STEP)
         last = best(against, nearest_s)
+        complete = complete and last.status == "OPTIMAL"
         if last.evaluation is not None:
             points.append(Point(nearest_s, last))
-            complete = complete and last.status == "OPTIMAL"
     kept = [point for point in points if not any(point.beaten_by(other) for other in points)]
     unit = points[0].result.unit if points else ""
     front = tuple(sorted(kept, key=lambda point: point.step_time_s))

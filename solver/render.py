@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shardwise.data.model import Moe
 from shardwise.data.plan import PLACED
+from shardwise.solver.result import LAYOUT
 from shardwise.solver.training_run import ENDLESS
 
 if TYPE_CHECKING:
@@ -53,10 +54,60 @@ def show_result(console: Console, instance: Instance, result: Result, run: Train
     show_evaluation(console, instance, result.plan, result.evaluation)
     show_training_run(console, run)
     show_search(console, result)
-    for other in result.alternatives[:3]:
-        words = "a tie" if other.tie else f"{100 * (other.value / result.value - 1):+.2f} %"
-        _line(console, f"also met, {words}: {difference_in_words(other.plan, result.plan)}")
+    show_alternatives(console, result)
     show_assumptions(console, instance)
+
+
+def show_alternatives(console: Console, result: Result) -> None:
+    """The other plans met, how sure the choice among all is, and which one is recommended."""
+    robust = result.robustness
+    if not result.alternatives or robust is None or result.plan is None or result.value is None:
+        return
+    table = Table(title="plans met", title_justify="left")
+    table.add_column("", justify="right")
+    for name in (f"{result.unit}", "against", "best in", "regret"):
+        table.add_column(name, justify="right")
+    table.add_column("differs from the best plan in", overflow="fold")
+
+    def add(index: int, value: float, against: str, words: str) -> None:
+        share, regret = robust.of(index)
+        mark = " *" if index == robust.recommended else ""
+        table.add_row(
+            f"{index}{mark}", f"{value:.5g}", against,
+            "-" if share is None else f"{100 * share:.0f} %",
+            "-" if regret is None else f"{100 * regret:.2f} %",
+            words,
+        )  # fmt: skip
+
+    add(0, result.value, "", "")
+    for index, other in enumerate(result.alternatives, start=1):
+        against = "a tie" if other.tie else f"{100 * (other.value / result.value - 1):+.2f} %"
+        add(index, other.value, against, " ".join(f"{k}={v}" for k, v in other.differs(result.plan).items()))
+    console.print(table)
+    _line(
+        console,
+        f"each differs from every better one in at least one of {', '.join(LAYOUT)}; 1 and on were met by the search and are "
+        "not proven to be the next best",
+    )
+    if robust.reason is not None:
+        _line(console, f"not told how often each is the best: {robust.reason}")
+        return
+    _line(
+        console,
+        f"best in, regret: share of {robust.draws} draws of the profile's constants (seed {robust.seed}) in which a plan is "
+        "the best of these, and how much worse than the best of them it is on the mean",
+    )
+    if robust.recommended:
+        own, best = robust.of(robust.recommended)[1], robust.of(0)[1]
+        assert own is not None
+        assert best is not None
+        _line(
+            console,
+            f"[yellow]recommended:[/yellow] plan {robust.recommended}, not the optimum: its expected regret is "
+            f"{100 * own:.2f} %, that of the optimum {100 * best:.2f} %",
+        )
+    else:
+        _line(console, "recommended: the optimum, which has the least expected regret too")
 
 
 def show_front(console: Console, front: Front) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Degrees, Plan
     from shardwise.solver.evaluate import Evaluation
+    from shardwise.solver.robust import Robustness
 
 Status = Literal["OPTIMAL", "FEASIBLE", "INFEASIBLE", "UNKNOWN"]
 
@@ -39,16 +40,32 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that was met on the way, slower than the best one or equal to it."""
+    """A plan that was met on the way, worse than the best one or equal to it, and not proven to be the next best.
+
+    best_share, expected_regret
+        (Q3), (Q4) of `solver.robust`; None where they are not known.
+    """
 
     plan: Plan
     value: float
     tie: bool
+    best_share: float | None = None
+    expected_regret: float | None = None
+
+    def differs(self, best: Plan) -> dict[str, int]:
+        """Its degrees that are not those of the best plan."""
+        return differing_degrees(self.plan, best)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a solve. `plan` is None unless the status is OPTIMAL or FEASIBLE; then `reason` says why."""
+    """The outcome of a solve. `plan` is None unless the status is OPTIMAL or FEASIBLE; then `reason` says why.
+
+    alternatives
+        The best plans met that differ from every better one in at least one degree of `LAYOUT`, in order.
+    robustness
+        How sure the choice among the plan and its alternatives is.
+    """
 
     status: Status
     objective: str
@@ -59,8 +76,15 @@ class Result:
     evaluation: Evaluation | None
     reason: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    robustness: Robustness | None = None
     report: dict[str, Any] = field(default_factory=dict)
     sense: str = "minimise"
+
+    @property
+    def recommended(self) -> Plan | None:
+        """The plan of least expected regret among the best one and its alternatives, or the best one where none is known."""
+        index = None if self.robustness is None else self.robustness.recommended
+        return self.alternatives[index - 1].plan if index else self.plan
 
     @property
     def gap(self) -> float | None:
@@ -81,13 +105,38 @@ class Result:
             "plan": None if self.plan is None else self.plan.to_dict(),
             "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
             "alternatives": [
-                {"value": other.value, "tie": other.tie, "plan": other.plan.to_dict()} for other in self.alternatives
+                {
+                    "value": other.value,
+                    "tie": other.tie,
+                    "best_share": other.best_share,
+                    "expected_regret": other.expected_regret,
+                    "differs": {} if self.plan is None else other.differs(self.plan),
+                    "plan": other.plan.to_dict(),
+                }
+                for other in self.alternatives
             ],
+            "robustness": None if self.robustness is None else self.robustness.to_dict(),
             "report": self.report,
         }
         if self.reason:
             document["reason"] = list(self.reason)
         return document
+
+
+LAYOUT = ("dp", "tp", "pp", "cp", "ep", "zero", "dp_replicate")
+"""Degrees that make two plans different layouts; others, such as vpp, make variants of one."""
+
+
+def layout_of(degrees: Degrees) -> tuple[int, ...]:
+    """The degrees of `LAYOUT`."""
+    return tuple(getattr(degrees, name) for name in LAYOUT)
+
+
+def differing_degrees(other: Plan, best: Plan) -> dict[str, int]:
+    """The degrees of a plan that are not those of another; an `etp` that follows tp is not told."""
+    mine, theirs = other.degrees, best.degrees
+    names = [field.name for field in fields(mine) if field.name != "etp" or mine.etp != mine.tp]
+    return {name: int(getattr(mine, name)) for name in names if getattr(mine, name) != getattr(theirs, name)}
 
 
 def relative_gap(value: float, bound: float) -> float:

@@ -142,7 +142,8 @@ def _saved(document: Any) -> Saved:
         if other is not None and value is None:
             faults.append(f"{name}.value is missing")
         elif other is not None and value is not None:
-            alternatives.append(Alternative(other, value, entry.get("tie") is True))
+            shares = (_number(entry, key, f"{name}.", faults) for key in ("best_share", "expected_regret"))
+            alternatives.append(Alternative(other, value, entry.get("tie") is True, *shares))
     reason = _listed(document, "reason", faults)
     if not all(isinstance(line, str) for line in reason):
         faults.append("reason must be a list of strings")

@@ -254,6 +254,7 @@ class Search:
         search.tally = self.tally
         chosen = [own.rows(own.grid.devices == count) for own in bounded]
         search.waiting = deque((float(own.value_s.min()), own.grid) for own in chosen if len(own.grid))
+        search.unopened_bound_s = min((bound for bound, _ in search.waiting), default=None)
         return search
 
     def keep(self, rows: Callable[[Grid], npt.NDArray[np.bool_]]) -> None:
@@ -416,11 +417,16 @@ class Search:
             known = self.worths[key] = time, own
         return known[1]
 
+    @property
+    def longest_units(self) -> int:
+        """No plan within the time allowed lasts more units; one of so many is within it but for rounding."""
+        return math.floor(self.longest_s / self.unit_s) + self.excess_units
+
     def longest(self, candidate: Candidate) -> int:
         """No plan of the candidate that lasts more units is within the time allowed and as good as the incumbent."""
         most = UNLIMITED
         if self.longest_s < math.inf:
-            most = self.units_below(self.longest_s, candidate.micro_batches)
+            most = self.longest_units
         if self.incumbent is None:
             return most
         worth = self.worth(candidate)
@@ -429,7 +435,7 @@ class Search:
     def inner(self, plan: Plan, candidate: Candidate) -> tuple[int, int] | None:
         """The step of an admitted plan in units, and its inner value; None if it is not admitted."""
         units = admitted_units(self.instance, plan, self.unit_s)
-        if units is None or units * self.unit_s > self.longest_s:
+        if units is None or (self.longest_s < math.inf and units > self.longest_units):
             return None
         worth = self.worth(candidate)
         if worth.plain:

@@ -27,16 +27,17 @@ from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
 from shardwise.formulations.objective import OBJECTIVES, Objective
 from shardwise.formulations.room import Room
+from shardwise.solver.alternatives import alternatives, meet_others
 from shardwise.solver.close import Statistics, close_waves, settle
-from shardwise.solver.evaluate import evaluate
-from shardwise.solver.result import Alternative, Progress, Result
+from shardwise.solver.result import Progress, Result
+from shardwise.solver.robust import robustness
 from shardwise.solver.search import NEAR, Search, TimeUpError
 from shardwise.solver.tighten import tighten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-ALTERNATIVES = 5
+ALTERNATIVES, MOST_ALTERNATIVES = 5, 100
 
 
 def build_instance(
@@ -100,6 +101,7 @@ def solve(
     seed: int = 0,
     prune: bool = True,
     free_chunks: bool = False,
+    top: int = ALTERNATIVES,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """Find the best plan for an objective and prove how good it is.
@@ -118,13 +120,16 @@ def solve(
     price
         USD of a device-hour for "cost", where the catalogue's is not wanted or there is none.
     deadline_s
-        Only plans whose step lasts no longer than this.
+        Only plans whose step lasts no longer than this, to within the rounding that the report states (about 1e-6 of it).
     time_limit_s
         After this many seconds the best plan so far is returned with its bound.
     prune
         False puts every candidate into one CP-SAT model (at most 2,000).
     free_chunks
         Search any contiguous split into chunks too, where with vpp > 1 only even ones are otherwise.
+    top
+        So many alternatives at most: the best plans met that differ from every better one in dp, tp, pp, cp, ep, zero or
+        dp_replicate; 0 for none. They are not proven to be the next best.
     on_progress
         Called with a `Progress` a few times a second.
 
@@ -145,6 +150,8 @@ def solve(
             faults.append(f"{name}={number} must be positive")
     if workers is not None and not 0 < workers <= 4096:
         faults.append(f"workers={workers} must be between 1 and 4096")
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MOST_ALTERNATIVES:
+        faults.append(f"top={top!r} must be a whole number between 0 and {MOST_ALTERNATIVES}")
     if not 0 <= seed < 2**31:
         faults.append(f"seed={seed} must be between 0 and 2^31 - 1")
     if instance is None:
@@ -166,7 +173,7 @@ def solve(
     deadline = None if time_limit_s is None else started + time_limit_s
     search = Search(instance, deadline, on_progress, goal)
     search.longest_s = math.inf if deadline_s is None else deadline_s
-    run = Run(Statistics(), workers if workers is not None else min(8, os.cpu_count() or 1), seed, prune)
+    run = Run(Statistics(), workers if workers is not None else min(8, os.cpu_count() or 1), seed, prune, top)
     if goal.name == "devices":
         search, closed = fewest_devices(search, run)
     else:
@@ -182,6 +189,7 @@ class Run:
     workers: int
     seed: int
     prune: bool
+    top: int
 
     def whole(self, search: Search) -> bool:
         """Whether every candidate was pruned by a bound or closed."""
@@ -268,6 +276,13 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
     if goal.name == "devices":
         report["step_time_bound_s"] = bound
         value = bound = float(incumbent.evaluation.devices)
+    if closed and run.top:
+        meet_others(search, run.top)
+    others = alternatives(search, run.top)
+    robust = robustness(search.tables, [incumbent.plan, *(other.plan for other in others)], goal.name, seed=run.seed)
+    for index, other in enumerate(others, start=1):
+        share, regret = robust.of(index)
+        others[index - 1] = replace(other, best_share=share, expected_regret=regret)
     return Result(
         "OPTIMAL" if closed else "FEASIBLE",
         goal.name,
@@ -276,24 +291,10 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
         bound,
         plan,
         incumbent.evaluation,
-        alternatives=_alternatives(search),
+        alternatives=tuple(others),
+        robustness=robust,
         report=report,
         sense=goal.sense,
-    )
-
-
-def _alternatives(search: Search) -> tuple[Alternative, ...]:
-    """The next best plans that were met, one of each candidate."""
-    instance, incumbent, goal = search.instance, search.incumbent, search.objective
-    assert incumbent is not None
-    others = sorted(
-        (value, key, other) for key, (value, other) in search.seen.items() if key != incumbent.candidate.tie_key
-    )[:ALTERNATIVES]
-    return tuple(
-        Alternative(
-            other, goal.value(instance, goal.seconds(instance, evaluate(instance, other))), value == incumbent.value
-        )
-        for value, _, other in others
     )
 
 
@@ -306,6 +307,8 @@ def _bound_s(search: Search, closed: bool) -> float:
     value = incumbent.value
     if not closed:
         value = min([value, *(option.worth.multiplier * option.bound for option in search.open)])
+    if not closed and not search.open and search.unopened_bound_s is None:
+        return 0.0
     bound = (value - excess) * search.unit_s
     if not closed and search.unopened_bound_s is not None:
         bound = min(bound, search.unopened_bound_s)
@@ -369,6 +372,10 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         return tuple(reasons)
     if search.tally.enumerated == 0:
         return ("no degrees satisfy the rules and the limits together: " + ", ".join(limits.text or ("no limits",)),)
+    if search.longest_s < math.inf:
+        return (
+            f"no plan has a step of at most {search.longest_s:g} s, the deadline, within the memory and the limits",
+        )
     return (memory_reason(search),)
 
 

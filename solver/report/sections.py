@@ -328,6 +328,12 @@ def _ranks(plan: Plan, level: int, member: int) -> str:
     return ", ".join(words) or "everything"
 
 
+ALTERNATIVES = (
+    "Other plans that the search met, none of them proven to be the next best; best in: share of draws of the profile's "
+    "constants in which a plan is the best of these; regret: how much worse than the best of them it is on the mean"
+)
+
+
 def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
     """Plans that the search met, ties among them."""
     rows = []
@@ -338,14 +344,18 @@ def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
                 Cell("tie" if other.tie else "slower"),
                 number(other.value, f"{other.value:.4f}"),
                 number(slower, "a tie" if other.tie else f"{100 * slower:+.2f} %"),
+                Cell("-") if other.best_share is None else number(other.best_share, f"{100 * other.best_share:.0f} %"),
+                Cell("-")
+                if other.expected_regret is None
+                else number(other.expected_regret, f"{100 * other.expected_regret:.2f} %"),
                 Cell(cut(difference_in_words(other.plan, plan))),
                 Cell(cut(f"{other.plan.schedule}; stages {' '.join(map(str, other.plan.chunk_layers))}", 200)),
             )
         )
     if not rows:
         return Section("alternatives", "Alternatives", (Note("The file holds no alternatives."),))
-    columns = ("kind", "step s", "against the plan", "plan", "schedule and layers by chunk")
-    return Section("alternatives", "Alternatives", table("Other plans that the search met", columns, rows))
+    columns = ("kind", "step s", "against the plan", "best in", "regret", "plan", "schedule and layers by chunk")
+    return Section("alternatives", "Alternatives", table(ALTERNATIVES, columns, rows))
 
 
 def limits(instance: Instance, plan: Plan, evaluation: Evaluation) -> Section:

@@ -104,6 +104,19 @@ def test_plan_writes_the_documents_of_the_contract(plan_file: Path) -> None:
     assert {"schedule", "stages", "placement"} <= set(plan)
 
 
+def test_top_out_of_range_is_bad_input_and_a_number_keeps_so_many(tmp_path: Path) -> None:
+    wrong = invoked("plan", "training", "qwen3-0.6b", "dgx-h100:1", *TRAINING, "--top", "-1")
+    assert wrong.exit_code == 2
+    assert "top=-1 must be a whole number between 0 and 100" in wrong.stderr
+    out = tmp_path / "two.json"
+    done = invoked("plan", "training", "qwen3-0.6b", "dgx-h100:1", *TRAINING, "--top", "2", "--json", str(out))
+    assert done.exit_code == 0
+    document = json.loads(out.read_text())
+    assert len(document["alternatives"]) == 2
+    assert document["robustness"]["recommended"] in (0, 1, 2)
+    assert "not proven to be the next best" in done.stdout
+
+
 def test_a_plan_file_evaluates_alone_to_the_same_time(plan_file: Path) -> None:
     out = plan_file.with_name("evaluation.json")
     done = run("evaluate", "--plan", str(plan_file), "--json", str(out))

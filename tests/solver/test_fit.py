@@ -239,3 +239,12 @@ def test_memory_is_told_line_by_line() -> None:
     assert "fits, tight, on 2 devices of 4,096, and on no fewer" in text
     assert "assumed: 3,360 sequences" in text
     assert "assumed: 3,360" not in invoke("llama-3.1-8b", "h100", "--global-batch", "64")[1]
+
+
+def test_a_frozen_model_needs_no_more_devices_than_hold_its_adapters_and_frozen_weights() -> None:
+    """Llama-2-7B with adapters of rank 8: 13 GB of weights that are not trained, on one device."""
+    workload = sw.Training(1024, 8, lora_rank=8)
+    (answer,) = fit("llama-2-7b", ["h100"], workload, quick=True)
+    assert answer.devices == 1
+    result = solve("llama-2-7b", "dgx-h100:1", workload, objective="devices", workers=1)
+    assert result.value == 1

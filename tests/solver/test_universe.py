@@ -20,15 +20,19 @@ from universe import (
     documented_order,
     examples,
     has_experts,
+    instance_of,
     instances,
+    llama,
     splits,
 )
 
 from shardwise.data.pipeline import schedules_of
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
+from shardwise.data.workload import Training
 from shardwise.solver import close
 from shardwise.solver.close import new_solver
 from shardwise.solver.evaluate import evaluate
+from shardwise.solver.search import Search, TimeUpError
 from shardwise.solver.solve import solve
 
 if TYPE_CHECKING:
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
     from shardwise.data.plan import RankOrder
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.result import Result
-    from shardwise.solver.search import Search
 
 NO_PRUNE_LIMIT = 2000
 TIGHT = 1e-5
@@ -143,6 +146,54 @@ def test_exhaustive_search_and_the_solver_agree_on_every_objective(
         assert own.step_time_s <= fewest * (1 + TIGHT)
     for alternative in result.alternatives:
         assert evaluate(instance, alternative.plan).admitted
+
+
+@pytest.mark.parametrize("objective", ["step-time", "energy", "devices"])
+def test_a_deadline_of_just_the_shortest_step_is_met(objective: str) -> None:
+    instance = instance_of(
+        llama(4), workload=Training(1024, 64), limits=("micro_batch=1", "pp>=2", "vpp=1", "dp=1", "cp=1")
+    )
+    fastest = solve(instance=instance, workers=1)
+    assert fastest.value is not None
+    result = solve(instance=instance, workers=1, objective=objective, deadline_s=fastest.value)
+    assert result.status == "OPTIMAL"
+    assert result.evaluation is not None
+    assert result.evaluation.step_time_s <= fastest.value * (1 + TIGHT)
+    earlier = solve(instance=instance, workers=1, objective=objective, deadline_s=fastest.value * 0.99)
+    assert earlier.status == "INFEASIBLE"
+    assert "deadline" in earlier.reason[0]
+
+
+@examples(15)
+@given(instances(), st.floats(0, 1), st.sampled_from(("step-time", "energy", "devices")))
+def test_bounds_of_a_search_that_is_stopped_anywhere_are_below_every_plan(
+    instance: Instance, when: float, objective: str
+) -> None:
+    """Stopped while rows are bounded, tried or pruned, not only by CP-SAT."""
+    calls = 0
+    limit = int(200**when)
+
+    def check(search: Search) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > limit:
+            raise TimeUpError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "check_time", check)
+        result = solve(instance=instance, workers=1, objective=objective)
+    found = admitted(instance, 1.0)
+    assert result.status != "INFEASIBLE" or not found
+    if result.bound is None:
+        return
+    every = [evaluate(instance, one.plan) for one in found]
+    if objective == "step-time":
+        assert result.bound <= min(own.step_time_s for own in every)
+    else:
+        assert result.bound <= min(value_of(objective, own, instance) for own in every) * (1 + 1e-12)
+    if objective == "devices":
+        fewest = min(own.devices for own in every)
+        assert result.report["step_time_bound_s"] <= min(o.step_time_s for o in every if o.devices == fewest)
 
 
 @examples(15)
