@@ -329,3 +329,34 @@ def test_a_risk_is_told_where_legal_plans_are_known_to_hang() -> None:
     plain = evaluated("deepseek-v3", "dgx-h200:64", sw.Training(4096, 512), rules="torchtitan", tp=8)
     assert plain.legal
     assert not any("hang" in risk for risk in plain.risks)
+
+
+def test_a_frozen_model_sharded_over_sixteen_devices_fits_by_its_states() -> None:
+    """lf-6074, LLaMA-Factory issue 6074: adapters for Qwen2-72B with ZeRO-3 on 16 Ascend 910B.
+
+    145 GB over 16 is 9 GB of weights a device, so a verdict by states is "fits"; what ran out was not a state.
+    """
+    instance = sw.build_instance("qwen2.5-72b", "ascend-910b:2", sw.Training(1024, 16, lora_rank=8), rules="deepspeed")
+    plan = plan_from_degrees(instance, degrees_from(instance, dp=16, zero=3), recompute="full")
+    evaluation = sw.evaluate(instance, plan)
+    assert evaluation.legal
+    assert evaluation.fits
+    assert evaluation.stages[0].weights / GB == pytest.approx(145 / 16, rel=0.02)
+
+
+def test_frozen_weights_are_counted_whole_unless_they_are_sharded() -> None:
+    """trl-4100, https://github.com/huggingface/trl/issues/4100: adapters for a 32B model on 8 H100 ran out with ZeRO-3.
+
+    Frozen weights are 64 GB over 8 if sharded and 64 GB a device if not, beside the logits; the reference model and the
+    generations of reinforcement learning are not counted.
+    """
+    workload = sw.Training(2048, 8, lora_rank=8)
+    instance = sw.build_instance("qwen2.5-32b", "dgx-h100:1", workload, rules="deepspeed")
+    sharded, whole = (
+        sw.evaluate(instance, plan_from_degrees(instance, degrees_from(instance, dp=8, zero=zero), recompute="full"))
+        for zero in (3, 1)
+    )
+    assert sharded.stages[0].weights / GB == pytest.approx(8.2, abs=0.2)
+    assert whole.stages[0].weights / GB == pytest.approx(65.7, abs=1)
+    assert sharded.stages[0].logits > 0
+    assert sharded.stages[0].optimizer < 0.01 * whole.stages[0].weights
