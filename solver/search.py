@@ -242,7 +242,7 @@ class Search:
             counts["pruned_by_memory"] += len(grid) - len(fitting)
             if len(fitting):
                 step_s = grid_bounds(self.best_case, fitting, None)
-                if np.isfinite(step_s[0]):
+                if np.isfinite(step_s).any():
                     self.bounded.append(Bounded(fitting, self.value_s(fitting, step_s), step_s))
             self.check_time()
 

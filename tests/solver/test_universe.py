@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from universe import (
+    INFINIBAND,
+    NVLINK,
     Corner,
     Judged,
     admitted,
@@ -146,6 +148,17 @@ def test_exhaustive_search_and_the_solver_agree_on_every_objective(
         assert own.step_time_s <= fewest * (1 + TIGHT)
     for alternative in result.alternatives:
         assert evaluate(instance, alternative.plan).admitted
+
+
+@pytest.mark.parametrize("objective", ["step-time", "devices"])
+def test_rows_without_a_place_do_not_take_others_of_their_shape_along(objective: str) -> None:
+    """Seven replicas have no place on two nodes of six, eight have."""
+    limits = ("dp>=7", "tp=1", "pp=1", "cp=1")
+    instance = instance_of(llama(), (6, 6), (NVLINK, INFINIBAND), workload=Training(1024, 56), limits=limits)
+    result = solve(instance=instance, workers=1, objective=objective)
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.plan.degrees.dp == 8
 
 
 @pytest.mark.parametrize("objective", ["step-time", "energy", "devices"])
