@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardwise.data.faults import InputError
-from shardwise.data.profile import BASE, CONSTANTS, list_profiles, load_profile, profile_document, profile_from
+from shardwise.data.profile import BASE, CONSTANTS, SHARES, list_profiles, load_profile, profile_document, profile_from
 from shardwise.solver.validate import fitted_count
 
 if TYPE_CHECKING:
@@ -65,3 +65,13 @@ def test_a_profile_file_starts_from_the_shared_constants(tmp_path: Path) -> None
     profile = load_profile(str(path))
     assert (profile.name, profile.gemm) == ("mine", 1.2)
     assert profile.straggler == load_profile(BASE).straggler
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_share_above_one_is_refused(name: str) -> None:
+    document = profile_document("megatron-core")
+    document["constants"][name] = {"value": 1.0, "bounds": [0.0, 2.0]}
+    assert getattr(profile_from(document, "mine"), name) == 1.0
+    document["constants"][name] = {"value": 1.5, "bounds": [0.0, 2.0]}
+    with pytest.raises(InputError, match=rf"constants\.{name}\.value=1\.5 is a share, at most 1"):
+        profile_from(document, "mine")
