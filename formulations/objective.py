@@ -25,6 +25,7 @@ import numpy as np
 
 from shardwise.formulations.energy import wall_watts, why_no_energy
 from shardwise.formulations.layer_time import time_by_cause
+from shardwise.formulations.passes import larger_of_stages
 from shardwise.formulations.phases import COMPUTE, EXPOSED, Phases, phases, transfers
 
 if TYPE_CHECKING:
@@ -97,13 +98,11 @@ class Worth:
             np.tensordot(np.array(each), of.sum(axis=0), axes=(0, 0))
             for each, of in ((self.full, counts.full), (self.selective, counts.selective))
         )
-        stages = np.arange(max(where.stage) + 1)
-        by_stage = (np.array(where.stage)[None, :] == stages[:, None]).astype(np.int64)
-        floors, overlaps = (
-            np.tensordot(by_stage, np.tensordot(counts.every, np.array(each), axes=(1, 0)), axes=1)
-            for each in (self.tail_floor, self.tail_overlap)
+        tails = larger_of_stages(
+            where,
+            *(np.tensordot(counts.every, np.array(each), axes=(1, 0)) for each in (self.tail_floor, self.tail_overlap)),
         )
-        return self.weight * step + self.constant + repeated + np.maximum(floors, overlaps).sum(axis=0)
+        return self.weight * step + self.constant + repeated + tails.sum(axis=0)
 
 
 @dataclass(frozen=True)

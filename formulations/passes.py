@@ -111,12 +111,17 @@ def pass_times(time: TimeCoefficients, shape: Shape, where: Layout, counts: Chun
         durations[WEIGHT] = total(time.weight, counts.every)
         durations[INPUT] = backward - durations[WEIGHT]
     floor, overlap = total(time.tail_floor, counts.every), total(time.tail_overlap, counts.every)
-    by_stage = (np.array(where.stage)[None, :] == np.arange(shape.pp)[:, None]).astype(floor.dtype)
-    tails = np.maximum(np.tensordot(by_stage, floor, axes=1), np.tensordot(by_stage, overlap, axes=1))
+    tails = larger_of_stages(where, floor, overlap)
     if shape.pp > 1:
         tails[[0, -1]] += np.asarray(time.tied, dtype=tails.dtype)
     lags = by_row(time.lags)[: shape.pp]
     return PassTimes(durations, np.broadcast_to(lags, (shape.pp, *rows)), tails)
+
+
+def larger_of_stages(where: Layout, floor: Numbers, overlap: Numbers) -> Numbers:
+    """(T4) Per stage, the larger of two sums over its slots; rows may lie behind the slots."""
+    by_stage = (np.array(where.stage)[None, :] == np.arange(max(where.stage) + 1)[:, None]).astype(floor.dtype)
+    return np.maximum(np.tensordot(by_stage, floor, axes=1), np.tensordot(by_stage, overlap, axes=1))
 
 
 def links_of(where: Layout, none: int) -> tuple[Ints, Ints]:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from shardwise.formulations.cp.variables import Choice, Chunks, Clock, Linear, Option, RecomputeChoice, weighted
+from shardwise.formulations.cp.variables import (
+    Choice,
+    Chunks,
+    Clock,
+    Linear,
+    Option,
+    RecomputeChoice,
+    on_stage,
+    weighted,
+)
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -48,17 +57,11 @@ def add_value(
                 inner = inner + weighted(worth.selective, recompute.selected, i)
             for k in range(option.stages):
                 for tail in (worth.tail_floor, worth.tail_overlap):
-                    model.add(tails[k] >= _stage_tail(option, tail, chunks, k)).only_enforce_if(chosen)
+                    model.add(tails[k] >= on_stage(tail, option, chunks, k)).only_enforce_if(chosen)
         multiplier = worth.multiplier // factor
         model.add(value >= multiplier * inner).only_enforce_if(chosen)
         model.add(value >= multiplier * option.bound).only_enforce_if(chosen)
     return Value(value, factor)
-
-
-def _stage_tail(option: Option, tail: tuple[int, ...], chunks: Chunks, stage: int) -> Linear | int:
-    own = option.chunks_of(stage)
-    ends = tail[-2] * (0 in own) + tail[-1] * (option.last_chunk in own)
-    return sum(weighted(tail, chunks.count, i) for i in own) + ends
 
 
 def _most(option: Option, step: int, layers: int) -> int:

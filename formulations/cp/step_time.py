@@ -13,6 +13,7 @@ from shardwise.formulations.cp.variables import (
     Linear,
     Option,
     RecomputeChoice,
+    on_stage,
     weighted,
 )
 from shardwise.formulations.passes import links_of
@@ -104,11 +105,9 @@ def _tails(option: Option, chunks: Chunks, clock: Clock) -> list[Constraint]:
     time, last = option.time, option.stages - 1
     rows: list[Constraint] = []
     for k in range(option.stages):
-        own = option.chunks_of(k)
+        tied = int(time.tied) if last and k in (0, last) else 0
         for tail in (time.tail_floor, time.tail_overlap):
-            ends = int(time.tied) if last and k in (0, last) else 0
-            ends += int(tail[-2]) * (0 in own) + int(tail[-1]) * (option.last_chunk in own)
-            rows.append(clock.tail[k] >= sum(weighted(tail, chunks.count, i) for i in own) + ends)
+            rows.append(clock.tail[k] >= on_stage(tail, option, chunks, k) + tied)
     return rows
 
 

@@ -99,6 +99,13 @@ def weighted(coefficients: tuple[float, ...], counts: tuple[tuple[cp_model.IntVa
     return cp_model.LinearExpr.weighted_sum(variables, [int(c) for c in coefficients[: len(counts)]])
 
 
+def on_stage(coefficients: tuple[float, ...], option: Option, chunks: Chunks, stage: int) -> Linear | int:
+    """Sum of `coefficients` over what a stage holds, embedding and head included."""
+    own = option.chunks_of(stage)
+    ends = int(coefficients[-2]) * (0 in own) + int(coefficients[-1]) * (option.last_chunk in own)
+    return sum(weighted(coefficients, chunks.count, i) for i in own) + ends
+
+
 def new_choice(model: cp_model.CpModel, options: tuple[Option, ...]) -> Choice:
     """x_c and the degree variables, over the values that occur."""
     literals = tuple(model.new_bool_var(f"candidate[{i}]") for i in range(len(options)))
