@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
-from shardwise.data.rules import PACKS
 from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_fit import fit_command
 from shardwise.solver.cli_report import compare_command, report_command
@@ -35,12 +34,21 @@ from shardwise.solver.cli_training_run import (
     with_terms,
 )
 from shardwise.solver.cli_workload import (
+    RULES,
+    AttentionOption,
+    FixOption,
     ImbalanceOption,
     LengthsOption,
+    LimitOption,
     LoraModulesOption,
     LoraRankOption,
     MeanDocumentOption,
+    ModelArgument,
+    OptimizerOption,
+    PrecisionOption,
+    ProfileOption,
     QloraOption,
+    RulesOption,
     packing_fields,
     routing_fields,
     training,
@@ -68,7 +76,6 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
 
 LAUNCHERS = ("megatron-core",)
-RULES = ", ".join(PACKS)
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
 
 
@@ -106,24 +113,11 @@ app.command("calibrate")(calibrate_command)
 app.command("report")(report_command)
 app.command("compare")(compare_command)
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="name[:nodes] of the catalogue, or a TOML file.")
 ]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens per sequence.")]
 BatchOption = Annotated[int, typer.Option("--global-batch", help="Sequences per step.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
-AttentionOption = Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")]
-RulesOption = Annotated[str, typer.Option("--rules", help=f"Rule pack: {RULES}.")]
-ProfileOption = Annotated[
-    str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
-]
-LimitOption = Annotated[
-    list[str] | None,
-    typer.Option("--limit", help='Such as "pp<=8" , "memory_gb<=70" or "memory_fraction<=0.9". Repeat it.'),
-]
-FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")]
 
 
 def main() -> None:

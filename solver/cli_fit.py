@@ -9,7 +9,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.data.faults import InputError
-from shardwise.data.rules import PACKS
+from shardwise.solver.cli_workload import (
+    AttentionOption,
+    FixOption,
+    LimitOption,
+    ModelArgument,
+    OptimizerOption,
+    PrecisionOption,
+    ProfileOption,
+    RulesOption,
+    training,
+)
 from shardwise.solver.progress import watching
 from shardwise.solver.render import GB, NOTHING, degrees_in_words
 from shardwise.solver.terminal import (
@@ -35,13 +45,12 @@ if TYPE_CHECKING:
 
 UNMODELLED = "not modelled, and less memory each: 8-bit optimizer states, offload to the host"
 
-
 COLUMNS = 4
 """Targets beside each other."""
 
 
 def fit_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")],
+    model: ModelArgument,
     on: Annotated[
         list[str] | None,
         typer.Argument(
@@ -56,17 +65,13 @@ def fit_command(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per step; 3360, which divides well, without it.")
     ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")] = "bf16",
-    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")] = "adamw",
-    attention: Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")] = "flash",
-    rules: Annotated[str, typer.Option("--rules", help=f"Rule pack: {', '.join(PACKS)}.")] = "megatron-core",
-    profile: Annotated[
-        str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
-    ] = None,
-    fix: Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")] = None,
-    limit: Annotated[
-        list[str] | None, typer.Option("--limit", help='Such as "devices<=64" or "memory_gb<=70". Repeat it.')
-    ] = None,
+    precision: PrecisionOption = "bf16",
+    optimizer: OptimizerOption = "adamw",
+    attention: AttentionOption = "flash",
+    rules: RulesOption = "megatron-core",
+    profile: ProfileOption = None,
+    fix: FixOption = None,
+    limit: LimitOption = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds for all of them.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
@@ -81,11 +86,11 @@ def fit_command(
     check_outputs(json=json_path)
     limits = [*(fix or []), *(limit or [])]
     workload = checked(
-        (
-            usual_seq_len(model) if seq_len is None else seq_len,
-            GLOBAL_BATCH if global_batch is None else global_batch,
-            precision, optimizer, attention,
-        ),
+        {
+            "seq_len": usual_seq_len(model) if seq_len is None else seq_len,
+            "global_batch": GLOBAL_BATCH if global_batch is None else global_batch,
+            "precision": precision, "optimizer": optimizer, "attention": attention,
+        },
         model, on, rules, profile, limits, time_limit,
     )  # fmt: skip
     with watching(err, quiet=quiet) as watch:
@@ -103,7 +108,7 @@ def fit_command(
 
 
 def checked(
-    said: tuple[Any, ...],
+    said: dict[str, Any],
     model: str,
     on: Sequence[str] | None,
     rules: str,
@@ -115,10 +120,10 @@ def checked(
     from shardwise.data.workload import Training
     from shardwise.solver.fit import instances
 
-    try:
-        return Training(*said)
-    except ValueError as error:
-        faults = str(error).split("; ")
+    workload = training(said)
+    if isinstance(workload, Training):
+        return workload
+    faults = list(workload.faults)
     try:
         instances(model, on, Training(1, 1), rules, profile, limits, time_limit)
     except InputError as error:

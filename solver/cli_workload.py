@@ -1,4 +1,4 @@
-"""The options of `plan training` and `evaluate` about the workload, and the workload made of them."""
+"""The options that commands share about model, workload, rules and limits, and the workload made of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.data.faults import InputError
+from shardwise.data.rules import PACKS
 
+RULES = ", ".join(PACKS)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")]
+OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
+AttentionOption = Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")]
+RulesOption = Annotated[str, typer.Option("--rules", help=f"Rule pack: {RULES}.")]
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
+]
+LimitOption = Annotated[
+    list[str] | None,
+    typer.Option("--limit", help='Such as "pp<=8", "memory_gb<=70" or "memory_fraction<=0.9". Repeat it.'),
+]
+FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")]
 LoraRankOption = Annotated[
     int | None, typer.Option("--lora-rank", help="Freeze the model and train adapters of this rank (LoRA).")
 ]
