@@ -307,7 +307,7 @@ class Plan:
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_DEGREE
+    return type(value) is int and least <= value <= MAX_DEGREE
 
 
 def _read_degrees(entry: Any, faults: list[str]) -> Degrees | None:

@@ -86,6 +86,7 @@ class BestCase:
     placement_table: PlacementTable
     factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
+    known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
@@ -126,8 +127,10 @@ class BestCase:
         return self.tables.terms(sharding, self.groups(sharding))
 
     def times(self, sharding: Sharding) -> ShardTimes:
-        """Layer times with every collective in the fastest place of its group."""
-        return self.tables.times(sharding, self.groups(sharding))
+        """Layer times with every collective in the fastest place of its group, remembered."""
+        if sharding not in self.known_times:
+            self.known_times[sharding] = self.tables.times(sharding, self.groups(sharding))
+        return self.known_times[sharding]
 
     def work_s(self, sharding: Sharding) -> float:
         """W."""
@@ -241,15 +244,24 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     sends = 2 * (grid.pp - 1) if shape.schedule in FOLDED else grid.pp * grid.vpp - 1
     transfers = np.where(grid.pp > 1, 2.0 * sends * exchange, 0.0)
     last_chunk = np.full(len(grid), float(layers))
-    repeated: Floats | float = 0.0
     if within_s is not None:
         last_chunk = last_chunk_layers(within_s, grid.micro_batches * fastest, layers)
-        repeated = _repeated(best, grid, last_chunk) * scale
-    lower = work_bound_s(
-        work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, layers, last_chunk, repeated,
-        drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
-    )  # fmt: skip
-    lower = np.maximum(lower, (grid.micro_batches * work + _tails(best, grid, work)) / grid.pp)
+    columns = (work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, last_chunk)
+
+    def worked(rows: npt.NDArray[np.intp] | slice, repeated: Floats | float) -> Floats:
+        w, x, t, largest, m, p, v, n = (column[rows] for column in columns)
+        return work_bound_s(
+            w, x, t, largest, m, p, v, layers, n, repeated,
+            drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
+        )  # fmt: skip
+
+    lower = np.maximum(worked(slice(None), 0.0), (grid.micro_batches * work + _tails(best, grid, work)) / grid.pp)
+    if within_s is not None:
+        # what recompute adds takes long to tell, and matters only where the rest leaves the row
+        left = np.nonzero((lower + profile.step_overhead_s) * SAFETY <= within_s)[0]
+        if len(left):
+            repeated = _repeated(best, grid.rows(left), last_chunk[left]) * scale[left]
+            lower[left] = np.maximum(lower[left], worked(left, repeated))
     return np.asarray((lower + profile.step_overhead_s) * SAFETY)
 
 

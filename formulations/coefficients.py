@@ -200,7 +200,7 @@ class CostTables:
     def time(self, degrees: Degrees, placement: Placement, schedule: str = "") -> TimeCoefficients:
         """(F1) in seconds, remembered: one object for all that `vpp` and the schedule do not tell apart."""
         schedule = schedule or degrees.schedule
-        alike = replace(degrees, vpp=min(degrees.vpp, 2))
+        alike = degrees if degrees.vpp <= 2 else replace(degrees, vpp=2)
         key = (alike, placement, schedule in SPLIT, schedule in FOLDED, schedule == "dualpipe")
         if key not in self._coefficients:
             if len(self._coefficients) >= REMEMBERED:

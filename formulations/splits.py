@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.pipeline import FOLDED
+from shardwise.data.pipeline import FOLDED, layout
 from shardwise.data.plan import Plan, Recompute, Stage
 from shardwise.formulations.passes import chunk_counts, links_of, pass_times
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
@@ -528,7 +528,13 @@ def _links(time: TimeCoefficients, p: int) -> tuple[Ints, Ints]:
 
 def _columns(candidate: Candidate) -> Ints:
     """Chunks by row and stage, shape (v, p)."""
-    return np.array([candidate.layout.chunks_of(k) for k in range(candidate.degrees.pp)]).T
+    return _chunks_by_stage(candidate.schedule, candidate.degrees.pp, candidate.degrees.vpp)
+
+
+@lru_cache(maxsize=4096)
+def _chunks_by_stage(schedule: str, pp: int, vpp: int) -> Ints:
+    where = layout(schedule, pp, vpp)
+    return np.array([where.chunks_of(k) for k in range(pp)]).T
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.result import Alternative, layout_of
-from shardwise.solver.search import FIRST_TRY, TimeUpError
+from shardwise.solver.search import FIRST_TRY, Ordered, TimeUpError
 
 if TYPE_CHECKING:
     from shardwise.data.plan import Plan
@@ -35,7 +35,7 @@ def meet_others(search: Search, most: int) -> None:
     assert incumbent is not None
     own, tried = layout_of(incumbent.plan.degrees), 0
     try:
-        for value_s, step_s, grid, row in search.ordered(search.bounded):
+        for value_s, step_s, grid, row in Ordered(search.bounded):
             last = _last(search, most)
             if tried >= TRIED * most or (last is not None and value_s > last * search.unit_s):
                 break

@@ -32,7 +32,7 @@ from shardwise.formulations.device_counts import Arithmetic, DeviceCounts, arith
 from shardwise.formulations.objective import Objective
 from shardwise.formulations.room import Room, candidate_of
 from shardwise.solver.evaluate import cost_tables
-from shardwise.solver.search import UNLIMITED, Search, TimeUpError
+from shardwise.solver.search import UNLIMITED, Ordered, Search, TimeUpError
 from shardwise.solver.solve import build_instance, solve
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class FitSearch:
         search.waiting = deque((0.0, grid.rows(np.array(leanest_rows(grid)))) for grid in grids)
         search.bound(len(grids), inf)
         room = Room(search.splits)
-        rows = (row for row in search.ordered(search.bounded) if room.holds(candidate_of(row.grid, row.row)))
+        rows = (row for row in Ordered(search.bounded) if room.holds(candidate_of(row.grid, row.row)))
         search.try_rows(rows, UNLIMITED)
         best = search.incumbent
         return None if best is None else {"plan": best.plan, "evaluation": best.evaluation}

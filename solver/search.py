@@ -12,8 +12,9 @@ import logging
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -62,8 +63,8 @@ NEAR = 1 + 1e-4
 REPORT_EVERY_S = 0.1
 FIRST_TRY, FIRST_ROWS = 4, 256
 """Rows are first tried up to so many times their bound, and so many of them before all are sorted."""
-FIRST_SHAPES, PROBES = 16, 32
-"""Shapes that are bounded before there is an incumbent, and rows that are tried before all others."""
+FIRST_SHAPES, PROBES, PROBED_ROWS = 16, 32, 1024
+"""Shapes that are bounded before there is an incumbent, and rows that are tried before all others, of how many."""
 MOST_SPLITS = 64
 """Splits of one candidate that are judged before it is left to CP-SAT."""
 
@@ -87,6 +88,35 @@ class Bounded:
 
     def rows(self, chosen: npt.NDArray[np.bool_]) -> Bounded:
         return Bounded(self.grid.rows(chosen), self.value_s[chosen], self.step_s[chosen])
+
+
+class Ordered(Sequence[Row]):
+    """Rows best bound first, ties in order of enumeration, the first `most` of them. Each is made when it is asked for: of
+    half a million only a few are looked at."""
+
+    def __init__(self, bounded: list[Bounded], most: int | None = None) -> None:
+        lower = np.concatenate([own.value_s for own in bounded]) if bounded else np.zeros(0)
+        order = np.nonzero(np.isfinite(lower))[0]
+        if most is not None and most < len(order):
+            order = np.sort(order[np.argpartition(lower[order], most)[:most]])
+        self.bounded = bounded
+        self.order = order[np.argsort(lower[order], kind="stable")]
+        self.starts = np.cumsum([0, *(len(own.grid) for own in bounded)])
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = self.order[index]
+        where = int(np.searchsorted(self.starts, at, side="right")) - 1
+        own, row = self.bounded[where], int(at - self.starts[where])
+        return Row(float(own.value_s[row]), float(own.step_s[row]), own.grid, row)
 
 
 class Work(NamedTuple):
@@ -157,10 +187,12 @@ class Search:
         self.cuts: dict[Cut, None] = {}
         self.unit_s = 1.0
         self.in_units: dict[int, tuple[TimeCoefficients, TimeCoefficients]] = {}
+        self.timed: tuple[Candidate, TimeCoefficients] | None = None
         self.works: dict[int, tuple[TimeCoefficients, Work]] = {}
         self.worths: dict[tuple[int, Shape], tuple[TimeCoefficients, Worth]] = {}
         self.waiting: deque[tuple[float, Grid]] = deque()
         self.bounded: list[Bounded] = []
+        self.in_reach: list[Bounded] | None = None
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
 
@@ -244,6 +276,7 @@ class Search:
                 step_s = grid_bounds(self.best_case, fitting, None)
                 if np.isfinite(step_s).any():
                     self.bounded.append(Bounded(fitting, self.value_s(fitting, step_s), step_s))
+                    self.in_reach = None
             self.check_time()
 
     def of_devices(self, count: int, bounded: list[Bounded]) -> Search:
@@ -277,22 +310,7 @@ class Search:
         factor, extra = self.terms_of(grid)
         return np.asarray(factor * (step_s + extra))
 
-    def ordered(self, bounded: list[Bounded], most: int | None = None) -> list[Row]:
-        """Rows with their bounds, best bound first, ties in order of enumeration; the first `most` of them."""
-        lower = np.concatenate([own.value_s for own in bounded]) if bounded else np.zeros(0)
-        order = np.nonzero(np.isfinite(lower))[0]
-        if most is not None and most < len(order):
-            order = np.sort(order[np.argpartition(lower[order], most)[:most]])
-        order = order[np.argsort(lower[order], kind="stable")]
-        ends = np.cumsum([len(own.grid) for own in bounded])
-        where = np.searchsorted(ends, order, side="right").tolist()
-        rows = []
-        for i, index in zip(order.tolist(), where, strict=True):
-            own, row = bounded[index], int(i - ends[index] + len(bounded[index].grid))
-            rows.append(Row(float(lower[i]), float(own.step_s[row]), own.grid, row))
-        return rows
-
-    def refined(self, rows: list[Row]) -> list[Row]:
+    def refined(self, rows: Sequence[Row]) -> list[Row]:
         """A few rows by bounds that know of recompute (B6)-(B9): those that need little memory come first."""
         of_grid: dict[int, list[Row]] = {}
         for row in rows:
@@ -305,13 +323,13 @@ class Search:
                 again.append(Row(value, step, row.grid, row.row))
         return sorted(again, key=lambda row: row.value_s)
 
-    def within(self) -> list[Row]:
-        """The rows that can be as good as the incumbent, by bounds that know it."""
+    def within(self) -> Ordered:
+        """The rows that can be as good as the incumbent, by bounds that know it; a better incumbent leaves fewer of them."""
         assert self.incumbent is not None
         most_s = self.incumbent.seconds * NEAR
         self.bound(len(self.waiting), most_s)
         left = []
-        for own in self.bounded:
+        for own in self.bounded if self.in_reach is None else self.in_reach:
             close = own.rows(own.value_s <= most_s).grid
             if len(close):
                 factor, extra = self.terms_of(close)
@@ -321,7 +339,8 @@ class Search:
                 left.append(Bounded(close, value_s, step_s).rows(usable))
         self.tally.counts["pruned_by_work_bound"] = sum(len(own.grid) for own in self.bounded)
         self.tally.counts["pruned_by_work_bound"] -= sum(len(own.grid) for own in left)
-        return self.ordered(left)
+        self.in_reach = left
+        return Ordered(left)
 
     def first_incumbent(self) -> list[Candidate]:
         """Make a good plan of the best-bound candidates the incumbent, and choose the unit; pruning on or off.
@@ -331,18 +350,19 @@ class Search:
         shapes = FIRST_SHAPES
         while self.waiting and self.incumbent is None:
             self.bound(shapes, math.inf)
-            self.try_rows(self.refined(self.ordered(self.bounded, FIRST_ROWS)), FIRST_TRY)
+            self.try_rows(self.refined(Ordered(self.bounded, FIRST_ROWS)), FIRST_TRY)
             shapes *= 2
         if self.incumbent is None:
-            self.try_rows(self.ordered(self.bounded), FIRST_TRY)
+            self.try_rows(Ordered(self.bounded), FIRST_TRY)
         if self.incumbent is None:
-            left = self.try_rows(self.ordered(self.bounded), UNLIMITED)
+            left = self.try_rows(Ordered(self.bounded), UNLIMITED)
             if self.incumbent is None:
                 if left:
                     self.choose_unit(max(self.serial_s(candidate) for candidate in left))
                 return left
         self.rescale()
-        self.probe(self.refined(self.ordered(self.bounded, FIRST_ROWS)))
+        self.bound(len(self.waiting), self.incumbent.seconds)
+        self.probe(self.refined(Ordered(self.bounded, PROBED_ROWS)))
         self.rescale()
         return []
 
@@ -361,9 +381,10 @@ class Search:
                 break
         return left
 
-    def probe(self, rows: list[Row]) -> None:
-        """Try a few rows, evenly among all: a good incumbent early makes the rest cheaper."""
-        for _, _, grid, row in rows[:: max(len(rows) // PROBES, 1)]:
+    def probe(self, rows: Sequence[Row]) -> None:
+        """Try a few rows, the first and others evenly among all: a good incumbent early makes the rest cheaper."""
+        first = PROBES // 2
+        for _, _, grid, row in [*rows[:first], *rows[first :: max(len(rows) // first, 1)]]:
             self.check_time()
             for candidate in self.candidates(grid, row):
                 self.try_candidate(candidate, self.coefficients(candidate), self.longest(candidate))
@@ -396,8 +417,10 @@ class Search:
         ]
 
     def time(self, candidate: Candidate) -> TimeCoefficients:
-        """Seconds of a candidate."""
-        return self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
+        """Seconds of a candidate; what one candidate is asked about follows one after the other."""
+        if self.timed is None or self.timed[0] is not candidate:
+            self.timed = candidate, self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
+        return self.timed[1]
 
     def coefficients(self, candidate: Candidate) -> TimeCoefficients:
         """Units of a candidate; candidates that share their seconds share these."""
@@ -593,7 +616,7 @@ class Search:
             for option in self.open
         ]
 
-    def prune(self, ordered: list[Row]) -> None:
+    def prune(self, ordered: Sequence[Row]) -> None:
         """Best bound first: drop every candidate whose work, placement or split bound is above the incumbent."""
         counts = self.tally.counts
         self.unopened_bound_s = ordered[0].value_s if ordered else None
