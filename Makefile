@@ -16,7 +16,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch test-trace lint unit fuzz bench bench-fit lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-map lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -45,6 +45,10 @@ unit: $(STAMP)
 fuzz: $(STAMP)
 	SHARDWISE_THOROUGH=1 $(BIN)/pytest -n auto --dist worksteal
 
+# The site of the documentation, into site/; it fetches nothing when it is read.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # Seconds, on this machine: printed, never asserted.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/scale.py
@@ -53,6 +57,10 @@ bench: $(STAMP)
 bench-fit: $(STAMP)
 	$(BIN)/python benchmarks/fit_catalogue.py --out docs/fit.md
 	$(BIN)/python benchmarks/fit_catalogue.py --every 4 --check-s 5
+
+# docs/decision-map.md and its picture: which axes the fastest plan uses, cell by cell.
+bench-map: $(STAMP)
+	$(BIN)/python benchmarks/decision_map.py
 
 # The versions that `make plan` and `make test` install, for review.
 lock:
@@ -77,4 +85,4 @@ $(TRACE_STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) $(TRACE_VENV) build dist *.egg-info plan.json
+	rm -rf $(VENV) $(TORCH_VENV) $(TRACE_VENV) build dist site *.egg-info plan.json

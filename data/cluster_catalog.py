@@ -67,7 +67,16 @@ class NodeFamily:
 
 
 def load_cluster(text: str) -> Cluster:
-    """Return the cluster called `name[:nodes]` in the catalogue, or described by the TOML file at path `text`."""
+    """Return the cluster called `name[:nodes]` in the catalogue, or described by the TOML file at path `text`.
+
+    Names may be written in any case, with spaces, dashes or underscores; without `:nodes` the family has the number that
+    the catalogue states. `docs/clusters.md` lists the families, each number with its source, and the fields of a file.
+
+    Raises
+    ------
+    InputError
+        When there is no such name, with close ones; or with every fault of the file.
+    """
     if text.endswith(".toml") or _is_file(text):
         from shardwise.data.cluster_file import read_cluster_file  # pydantic is slow to import
 

@@ -9,7 +9,13 @@ if TYPE_CHECKING:
 
 
 class InputError(Exception):
-    """The input cannot be used. `faults` holds every reason found, each naming field, value and rule."""
+    """The input cannot be used.
+
+    Attributes
+    ----------
+    faults
+        Every reason found, not the first alone; each names field, value and rule. `str()` of the error has one a line.
+    """
 
     def __init__(self, faults: str | Sequence[str]) -> None:
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Model, cluster, workload, rules, profile and limits that belong together.
+    """Model, cluster, workload, rules, profile and limits that belong together: everything that a solve needs.
+
+    `build_instance` makes one of names and files.
+
+    Attributes
+    ----------
+    rules
+        What the framework accepts (`docs/rules.md`).
+    profile
+        The fitted constants of the software (`docs/cost-model.md`).
+    limits
+        What the user asked for beside, such as `tp<=8`.
 
     Raises
     ------
@@ -63,6 +74,7 @@ class Instance:
 
     @property
     def accelerator(self) -> Accelerator:
+        """The one type of device of the cluster."""
         return self.cluster.accelerators[0]
 
     @property

@@ -124,6 +124,9 @@ def _configs() -> dict[str, str]:
 def load_model(name: str) -> Model:
     """A model by catalogue name, Hugging Face name, or path of a `config.json` or of a folder that holds one.
 
+    The result is a list of layers with the shape of every tensor. `params` counts them, `source` says where the row or file
+    is from, `assumed` lists what was left unsaid and what was taken instead (`docs/models.md`).
+
     Raises
     ------
     InputError

@@ -25,8 +25,18 @@ PLACED = (*AXES, "cp")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ways each axis splits.
+    """How many ways each axis splits; each is a whole number of at least 1.
 
+    Attributes
+    ----------
+    tp, pp, dp, cp
+        Tensor, pipeline, data and context parallelism; their product is the number of devices.
+    vpp
+        Chunks of layers on each pipeline stage.
+    micro_batch
+        Sequences of one replica that pass the pipeline together.
+    sequence_parallel
+        Whether norms and dropouts are split over the `tp` ranks along the sequence (Korthikanti et al., arXiv 2205.05198).
     zero
         What is sharded over data parallelism: 1 optimizer states, 2 gradients too, 3 weights too (FSDP).
     dp_replicate
@@ -35,6 +45,12 @@ class Degrees:
     ep, etp
         Experts are spread `ep` ways and each split `etp` ways within the tp x cp x dp ranks of a stage
         (Megatron core/parallel_state.py); an `etp` of 0 becomes tp, Megatron's default.
+
+    Raises
+    ------
+    ValueError
+        Naming every degree out of its range, and those that do not divide each other. What a framework accepts beyond
+        that is its rule pack's to say, in `Evaluation.faults`.
     """
 
     tp: int = 1
@@ -74,6 +90,7 @@ class Degrees:
 
     @property
     def devices(self) -> int:
+        """tp x cp x pp x dp."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -98,13 +115,15 @@ class Degrees:
 
     @property
     def schedule(self) -> Schedule:
+        """The one that a plan has when it names none: 1F1B, interleaved with more than one chunk a stage."""
         return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage: the layers of each of its chunks, and what is recomputed.
+    """One pipeline stage: the layers of each of its `vpp` chunks, and what is recomputed.
 
+    `recompute` is "none", "selective" (the attention core, Korthikanti et al., arXiv 2205.05198, section 5) or "full".
     With `recompute="full"` the first `recompute_layers` layers of every chunk are recomputed (Megatron's block method,
     core/transformer/transformer_block.py); a chunk with fewer layers is recomputed whole.
     """
@@ -128,12 +147,13 @@ class Stage:
 
     @property
     def layers(self) -> int:
+        """Of all chunks together."""
         return sum(self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How each degree factors over the levels of the cluster, innermost level first.
+    """How each degree factors over the levels of the cluster, innermost level first: one factor per level.
 
     `tp=(8, 2)` spreads sixteen tensor-parallel ranks over two domains of eight. Each member of a level holds one block
     of the levels below it. Rank numbers follow `rank_order`, fastest axis first.
@@ -157,6 +177,7 @@ class Placement:
             raise ValueError(f"placement.rank_order={self.rank_order!r} must be tp-dp-pp or tp-pp-dp")
 
     def factors(self, axis: str) -> tuple[int, ...]:
+        """Those of "tp", "cp", "pp" or "dp"."""
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}[axis]
 
     @property
@@ -176,10 +197,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user runs.
+    """What a user runs: degrees, one `Stage` per pipeline rank, a placement, and micro-batches per replica and step.
 
     `schedule` is 1F1B, interleaved with `vpp` > 1, where it is not said. `instance` and `evaluation` are the documents
-    saved beside it, when there are any.
+    saved beside it, when there are any; they take no part in comparisons.
+
+    Raises
+    ------
+    ValueError
+        When stages, chunks, placement or schedule do not belong to the degrees, naming every field.
     """
 
     degrees: Degrees
@@ -264,6 +290,7 @@ class Plan:
         return document
 
     def to_json(self) -> str:
+        """The text of `plan.json` (`docs/plan.schema.json`)."""
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod

@@ -37,7 +37,10 @@ MAX_IMBALANCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One optimizer step: `global_batch` sequences of `seq_len` tokens.
+    """One optimizer step: `global_batch` sequences of `seq_len` tokens, both positive whole numbers.
+
+    `precision` is that of the matrix products, `optimizer` says how many bytes of state a parameter has: 12 with AdamW, 8 with
+    SGD, the fp32 master weight among them (Rajbhandari et al., arXiv 1910.02054, section 3.1).
 
     `attention` and `fused_norm` name the kernels that are there: norms are one kernel, or a chain of fp32 operations.
     `fp32_gradients` asks for accumulation in fp32 where the framework does not do so anyway.
@@ -50,6 +53,11 @@ class Training:
 
     `expert_imbalance` is how many times the mean the busiest rank of an expert-parallel group receives: 1 with balanced
     routing; all ranks wait for the busiest, and it holds as much more.
+
+    Raises
+    ------
+    ValueError
+        Naming every field that breaks a rule.
     """
 
     seq_len: int
@@ -126,6 +134,7 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
+        """`seq_len` x `global_batch`."""
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:

@@ -93,7 +93,12 @@ class TimeParts:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan costs. `objective_units` and `memory_mib` are the integers of the formulation.
+    """What a plan costs, computed without CP-SAT. `objective_units` and `memory_mib` are the integers of the formulation.
+
+    `stages` holds the memory of one device of each pipeline stage, line by line, in bytes; `memory_mib` their totals,
+    `capacity_mib` what a device may use. `faults` names the broken rules of the framework, `limit_faults` those of the user,
+    `risks` what is legal and has gone wrong elsewhere. `energy` is at the wall, with its band; where it is None
+    `energy_reason` says why. `memory_band` is the share by which predictions of memory err.
 
     `parts` are those of the busiest stage, the one that waits least; `bubble` is the share of the step that each stage
     waits for others. `nodes` are those that the plan uses, `price_usd_per_hour` is that of one accelerator.
@@ -124,10 +129,12 @@ class Evaluation:
 
     @property
     def legal(self) -> bool:
+        """Whether the framework accepts the plan."""
         return not self.faults
 
     @property
     def fits(self) -> bool:
+        """Whether the predicted memory of every stage is within the capacity; `verdict` looks at the band too."""
         return all(mib <= self.capacity_mib for mib in self.memory_mib)
 
     @property
@@ -142,10 +149,12 @@ class Evaluation:
 
     @property
     def worst_stage(self) -> int:
+        """The stage whose devices are the fullest."""
         return max(range(len(self.memory_mib)), key=lambda k: self.memory_mib[k])
 
     @property
     def peak_memory_bytes(self) -> float:
+        """Of one device of the fullest stage."""
         return self.stages[self.worst_stage].total
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class Change:
 class Fit:
     """Whether and how a model fits on an accelerator or a cluster.
 
+    Attributes
+    ----------
+    arithmetic
+        Bytes of weights, gradients and optimizer states alone, and how many devices hold them.
     devices
         The fewest that hold a plan; None where none was found.
     excluded
@@ -94,6 +98,7 @@ class Fit:
 
     @property
     def answer(self) -> Answer:
+        """ "fits", "tight" (within the band of the prediction), "does not fit" (proven) or "unknown" (not in time)."""
         if self.evaluation is not None:
             return "tight" if self.evaluation.verdict == "tight" else "fits"
         return "does not fit" if self.excluded >= self.most else "unknown"

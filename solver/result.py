@@ -27,6 +27,7 @@ class Progress:
 
     @property
     def gap(self) -> float | None:
+        """|incumbent - bound| over the larger of them; None while either is not known."""
         if self.incumbent is None or self.bound is None:
             return None
         return relative_gap(self.incumbent, self.bound)
@@ -61,6 +62,18 @@ class Alternative:
 class Result:
     """The outcome of a solve. `plan` is None unless the status is OPTIMAL or FEASIBLE; then `reason` says why.
 
+    Attributes
+    ----------
+    status
+        OPTIMAL: every candidate was pruned by a bound or closed. FEASIBLE: the search had to stop, and the bound says how
+        much better a plan could be. INFEASIBLE: proven that the universe holds no plan. UNKNOWN: none was found in time.
+    value, bound
+        The objective of the plan, and what no plan of the universe is better than, both in `unit`; the bound is below the
+        value where `sense` is "minimise", above it where it is "maximise".
+    evaluation
+        Time, memory and energy of the plan, by code that shares no constraint with the search.
+    report
+        The universe, what became of its candidates, the rounding, seed, versions, and everything assumed.
     alternatives
         The best plans met that differ from every better one in at least one degree of `LAYOUT`, in order.
     robustness
@@ -88,6 +101,7 @@ class Result:
 
     @property
     def gap(self) -> float | None:
+        """|value - bound| over the larger of them, never negative; None without a plan."""
         if self.value is None or self.bound is None:
             return None
         return relative_gap(self.value, self.bound)

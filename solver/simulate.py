@@ -137,8 +137,14 @@ class MemoryTimeline:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A step of a plan, event by event. Times count from the start of the first pass.
+    """A step of a plan, event by event (`docs/simulate.md`). Times are seconds from the start of the first pass.
 
+    Attributes
+    ----------
+    passes, transfers
+        Every forward and backward pass, and every transfer between stages, as NumPy arrays with one entry each.
+    tails, memory
+        What each stage does after its last pass, and what one of its devices holds over time, in bytes; one per stage.
     micro_batches
         Those simulated: more than the plan's where its schedule cannot run with so few.
     bubble_s

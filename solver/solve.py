@@ -53,6 +53,13 @@ def build_instance(
 
     Parameters
     ----------
+    model, cluster
+        Catalogue names, paths, or values of `load_model` and `load_cluster`.
+    rules
+        The framework that has to accept the plans: "megatron-core", "torchtitan", "deepspeed", "accelerate", "mindspeed",
+        or "free" for everything that divides.
+    limits
+        Such as `["pp<=8", "recompute=none"]`.
     profile
         That of the rule pack without it.
 
@@ -110,6 +117,12 @@ def solve(
     ----------
     model, cluster
         Catalogue names, paths, or values. Or give a ready `instance`.
+    workload
+        What is trained: sequence length, global batch, precision, optimizer.
+    instance
+        Instead of model, cluster, workload, rules, profile and limits.
+    rules
+        The framework that has to accept the plan, as in `build_instance`.
     profile
         That of the rule pack without it.
     limits
@@ -123,6 +136,8 @@ def solve(
         Only plans whose step lasts no longer than this, to within the rounding that the report states (about 1e-6 of it).
     time_limit_s
         After this many seconds the best plan so far is returned with its bound.
+    workers, seed
+        Of CP-SAT; as many workers as there are cores, 8 at most, without a number.
     prune
         False puts every candidate into one CP-SAT model (at most 2,000).
     free_chunks
@@ -132,6 +147,12 @@ def solve(
         dp_replicate; 0 for none. They are not proven to be the next best.
     on_progress
         Called with a `Progress` a few times a second.
+
+    Returns
+    -------
+    Result
+        The plan with its value, bound and gap, or why there is none. Value and bound do not depend on `workers` or `seed`
+        where the search ends.
 
     Raises
     ------

@@ -54,7 +54,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A whole training run on a plan. What is not known is None, and its `_reason` says why."""
+    """A whole training run on a plan. What is not known is None, and its `_reason` says why.
+
+    The formulas are (R1)-(R10) of `formulations/training_run.py`; the interval of checkpoints is that of Daly (2006).
+    """
 
     terms: Terms
     time: RunTime
@@ -67,30 +70,37 @@ class TrainingRun:
 
     @property
     def steps(self) -> int:
+        """Optimizer steps, the last one counted whole."""
         return self.time.steps
 
     @property
     def days(self) -> float:
+        """Of wall time, with checkpoints, restarts and work done again where failures are assumed."""
         return self.time.days
 
     @property
     def device_hours(self) -> float:
+        """Of the devices that the plan uses."""
         return self.time.device_hours(self.devices)
 
     @property
     def cost_usd(self) -> float | None:
+        """Device-hours at `price_usd_per_hour`; None where there is no price."""
         return None if self.price_usd_per_hour is None else self.device_hours * self.price_usd_per_hour
 
     @property
     def cost_reason(self) -> str | None:
+        """Why there is no cost."""
         return NO_PRICE if self.price_usd_per_hour is None else None
 
     @property
     def goodput(self) -> float | None:
+        """Share of the wall time in which steps are done that are kept; None where no failures are assumed."""
         return None if self.time.checkpointing is None else self.time.checkpointing.goodput
 
     @property
     def goodput_reason(self) -> str | None:
+        """Why there is no goodput."""
         return NO_MTBF if self.time.checkpointing is None else None
 
     def to_dict(self) -> dict[str, Any]:
