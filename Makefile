@@ -16,7 +16,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-map lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-map examples lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -61,6 +61,10 @@ bench-fit: $(STAMP)
 # docs/decision-map.md and its picture: which axes the fastest plan uses, cell by cell.
 bench-map: $(STAMP)
 	$(BIN)/python benchmarks/decision_map.py
+
+# What the commands of the documentation print, written into its pages; read the difference before you commit it.
+examples: $(STAMP)
+	PYTHONPATH=benchmarks $(BIN)/python -m tests.rewrite_examples
 
 # The versions that `make plan` and `make test` install, for review.
 lock:

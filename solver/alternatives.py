@@ -1,11 +1,12 @@
 """Other plans than the best one, each of another layout.
 
 A search drops what cannot be the best before it looks at any plan of it, so few other layouts are met on the way. After a
-search that closed, the rows that memory and shape bounds left are tried in order of their bound
+search that closed, the `ROWS` best of the rows that memory and shape bounds left are tried in order of their bound, of those
+that differ in the schedule and its chunks alone the first
 
 (A1) until `most` layouts beside the best plan's have a plan of V at most the bound of the next row, or `TRIED` candidates
-     for each of them were tried; a candidate is tried with plans up to the V of the last of those layouts, or up to
-     `FIRST_TRY` times its bound while there are fewer.
+     were tried (`TRIED_EACH` for each layout where that is more); a candidate is tried with plans up to the V of the last
+     of those layouts, or up to `FIRST_TRY` times its bound while there are fewer.
 (A2) The alternatives are the best plan met of every layout but the best plan's, in order of V, then of tie order.
 
 Shapes whose bound was above the best plan are not looked at again, and a layout may have a better plan than the one met:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.formulations.candidates import Candidate
     from shardwise.solver.search import Search
 
-TRIED = 16
+ROWS, TRIED, TRIED_EACH = 4096, 320, 4
 
 
 def meet_others(search: Search, most: int) -> None:
@@ -34,11 +35,17 @@ def meet_others(search: Search, most: int) -> None:
     incumbent = search.incumbent
     assert incumbent is not None
     own, tried = layout_of(incumbent.plan.degrees), 0
+    known: set[tuple[int, ...]] = set()
     try:
-        for value_s, step_s, grid, row in Ordered(search.bounded):
+        for value_s, step_s, grid, row in search.refined(Ordered(search.bounded, ROWS)):
             last = _last(search, most)
-            if tried >= TRIED * most or (last is not None and value_s > last * search.unit_s):
+            if tried >= max(TRIED, TRIED_EACH * most) or (last is not None and value_s > last * search.unit_s):
                 break
+            degrees = grid.degrees(row)
+            alike = *layout_of(degrees), degrees.etp, degrees.sequence_parallel, degrees.micro_batch
+            if alike in known:
+                continue
+            known.add(alike)
             for candidate in search.candidates(grid, row):
                 search.check_time()
                 if layout_of(candidate.degrees) == own or candidate.tie_key in search.seen:

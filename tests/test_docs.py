@@ -2,7 +2,8 @@
 
 A fenced block with a title is a file; `console` holds commands and what they print; `python` is a doctest. In what is
 printed `...` stands for anything, and seconds that a search took are not compared. A command ends with exit code 0 unless
-`echo $?` follows. What cannot run is preceded by a comment, `<!-- not run: why -->`.
+`echo $?` follows. What cannot run is preceded by a comment, `<!-- not run: why -->`. `make examples` writes what is
+printed now into the pages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 from shardwise.solver.cli import app
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -77,8 +78,8 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
         yield " ".join(line.rstrip("\\").strip() for line in lines[: end + 1]), "\n".join(lines[end + 1 :])
 
 
-def run_console(text: str, where: str) -> None:
-    code = 0
+def run_console(text: str, where: str, printed: Callable[[str, str, str], None] | None = None) -> None:
+    code, printed = 0, printed or assert_printed
     asked = list(commands(text))
     assert asked, f"{where}: no command"
     for index, (command, want) in enumerate(asked):
@@ -98,15 +99,22 @@ def run_console(text: str, where: str) -> None:
         told = index + 1 < len(asked) and asked[index + 1][0] == "echo $?"
         assert told or code == 0, f"{where}: {command}: exit code {code}\n{got}"
         if want.strip():
-            assert_printed(want, got, f"{where}: {command}")
+            printed(want, got, f"{where}: {command}")
+
+
+def stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def as_printed(want: str, got: str) -> bool:
+    want, got = (SECONDS.sub("; 0.00 s", stripped(text)) for text in (want, got))
+    return doctest.OutputChecker().check_output(want + "\n", got + "\n", doctest.ELLIPSIS)
 
 
 def assert_printed(want: str, got: str, where: str) -> None:
-    want, got = ("\n".join(line.rstrip() for line in text.strip().splitlines()) for text in (want, got))
-    want, got = (SECONDS.sub("; 0.00 s", text) for text in (want, got))
-    example = doctest.Example("", want + "\n")
-    checker = doctest.OutputChecker()
-    if not checker.check_output(example.want, got + "\n", doctest.ELLIPSIS):
+    if not as_printed(want, got):
+        example, checker = doctest.Example("", stripped(want) + "\n"), doctest.OutputChecker()
+        got = stripped(got)
         pytest.fail(f"{where}\n{checker.output_difference(example, got, doctest.ELLIPSIS)}", pytrace=False)
 
 
