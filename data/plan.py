@@ -21,6 +21,7 @@ AXES = ("tp", "pp", "dp")
 """The axes that the search spreads over the levels of the cluster; `cp` is placed between tp and dp where it is given."""
 
 PLACED = (*AXES, "cp")
+COUNTS = ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp", "dp_replicate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,11 @@ class Degrees:
     dp_replicate: int = 1
 
     def __post_init__(self) -> None:
-        counts = ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp", "dp_replicate")
         if self.etp == 0 and not isinstance(self.etp, bool):
             object.__setattr__(self, "etp", self.tp)
         faults = [
             f"degrees.{name}={getattr(self, name)!r} must be a whole number between 1 and {MAX_DEGREE}"
-            for name in counts
+            for name in COUNTS
             if not _is_count(getattr(self, name), 1)
         ]
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
@@ -226,14 +226,16 @@ class Plan:
             faults += [f"plan.{fault}" for fault in chunks_faults(self.schedule, self.degrees.vpp)]
         if len(self.stages) != self.degrees.pp:
             faults.append(f"plan.stages: {len(self.stages)} stages given, pp={self.degrees.pp}")
-        if any(len(stage.chunks) != self.degrees.vpp for stage in self.stages):
+        if {len(stage.chunks) for stage in self.stages} - {self.degrees.vpp}:
             faults.append(f"plan.stages: every stage must have vpp={self.degrees.vpp} chunks")
-        faults += [
-            f"placement.{axis}={self.placement.factors(axis)} multiplies to {prod(self.placement.factors(axis))}, "
-            f"not {axis}={getattr(self.degrees, axis)}"
-            for axis in PLACED
-            if prod(getattr(self.placement, axis)) != getattr(self.degrees, axis)
-        ]
+        d, placed = self.degrees, self.placement
+        if (prod(placed.tp), prod(placed.pp), prod(placed.dp), prod(placed.cp)) != (d.tp, d.pp, d.dp, d.cp):
+            faults += [
+                f"placement.{axis}={placed.factors(axis)} multiplies to {prod(placed.factors(axis))}, "
+                f"not {axis}={getattr(d, axis)}"
+                for axis in PLACED
+                if prod(placed.factors(axis)) != getattr(d, axis)
+            ]
         if not _is_count(self.micro_batches, 1):
             faults.append(f"plan.micro_batches={self.micro_batches!r} must be a whole number of at least 1")
         if faults:

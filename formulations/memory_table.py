@@ -28,6 +28,7 @@ from shardwise.formulations.memory import (
     transfer_buffer_bytes,
 )
 from shardwise.formulations.schedule import in_flight
+from shardwise.formulations.table import by_identity, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,22 +72,25 @@ class MemoryTable:
         return np.asarray(np.where(self.held, total, 0.0).max(axis=1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Split:
-    """What a split into stages takes: layers of each kind per stage, repeated stages, and what flies at the worst."""
+    """What a split into stages takes, whatever the size of its layers: layers by chunk row, recompute mode, stage and
+    kind; of each kind and end per stage; repeated stages; vectors of micro-batches in flight."""
 
+    layers: Floats
     counts: Floats
     recomputes: Floats
-    kept: Floats
-    kept_mib: Floats
+    vectors: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Held:
-    """What degrees take besides: bytes and MiB of states by unit, buffers, and the fixed MiB of a stage."""
+    """What degrees take besides: bytes and MiB of states by unit, bytes of a layer kept by mode and kind, buffers, and the
+    fixed MiB of a stage."""
 
     states: Floats
     states_mib: Floats
+    by_mode: Floats
     buffers: float
     fixed_mib: float
     working: float
@@ -96,38 +100,39 @@ class _Held:
     capacity: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Lines:
-    """One plan's share of a table."""
-
-    split: _Split
-    held: _Held
-
-
 class MemoryLines:
     """The memory of the plans of one instance, remembered by what it depends on."""
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._in_flight: dict[tuple[Any, ...], _Split] = {}
         self._held: dict[tuple[Any, ...], _Held] = {}
         self._activations: dict[Sharding, tuple[Floats, float, float]] = {}
-        self._splits: dict[tuple[Any, ...], tuple[Floats, Floats, Floats]] = {}
+        self._layers: dict[tuple[Any, ...], tuple[Floats, Floats, Floats]] = {}
+        self._splits: dict[tuple[Any, ...], _Split] = {}
 
-    def of(self, plan: Plan) -> _Lines:
-        """The lines of a plan."""
+    def held(self, plan: Plan) -> _Held:
+        """What the degrees of a plan take."""
         d = plan.degrees
-        sharding = sharding_of(d)
-        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp), plan.micro_batches % d.pp
-        split = (sharding, d.vpp, self._same(plan.stages), flying, plan.schedule)
-        if split not in self._in_flight:
-            self._in_flight[split] = self._flying(plan, sharding)
         shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
-        held = (sharding, shard, d.zero, d.pp > 1, plan.schedule in FOLDED)
-        if held not in self._held:
-            self._held[held] = self._of_degrees(d, sharding, plan.schedule)
-        return _Lines(self._in_flight[split], self._held[held])
+        key = (sharding_of(d), shard, d.zero, d.pp > 1, plan.schedule in FOLDED)
+        if key not in self._held:
+            self._held[key] = self._of_degrees(d, key[0], plan.schedule)
+        return self._held[key]
+
+    def split(self, plan: Plan) -> _Split:
+        """What the stages of a plan hold."""
+        d = plan.degrees
+        stages = self._same(plan.stages)
+        flying = min(plan.micro_batches, 2 * d.virtual_stages + d.pp), plan.micro_batches % d.pp
+        key = (stages, d.vpp, flying, plan.schedule)
+        if key not in self._splits:
+            layers = (stages, d.vpp, plan.schedule in FOLDED)
+            if layers not in self._layers:
+                self._layers[layers] = self._counts(plan)
+            vectors = _vectors(d.pp, d.vpp, plan.micro_batches, plan.schedule)
+            self._splits[key] = _Split(*self._layers[layers], vectors)
+        return self._splits[key]
 
     def _same(self, stages: tuple[Stage, ...]) -> int:
         """A number for stages that are equal and one object: hashing hundreds of them costs more than the rest."""
@@ -139,10 +144,11 @@ class MemoryLines:
         kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
         units = [*kinds, *end_units(instance, degrees.tp, with_tied_copy=tied_copy(instance, degrees.pp, schedule))]
         memory, scale = tables.memory(degrees, schedule), activation_scale(instance)
-        _, largest, logits = self._kept(sharding)
+        by_mode, largest, logits = self._kept(sharding)
         return _Held(
             states=np.array([state_bytes(instance, unit, degrees).total for unit in units]),
             states_mib=np.array([*memory.state, memory.embedding, memory.head], dtype=np.float64),
+            by_mode=by_mode,
             buffers=transfer_buffer_bytes(instance, degrees) + gather_buffer_bytes(instance, kinds, degrees),
             fixed_mib=float(memory.fixed),
             working=largest / scale,
@@ -151,17 +157,6 @@ class MemoryLines:
             scale=scale,
             capacity=float(instance.memory_limit_bytes),
         )
-
-    def _flying(self, plan: Plan, sharding: Sharding) -> _Split:
-        """Bytes and MiB of what is kept for the micro-batches in flight, at the worst moment of each stage."""
-        by_mode, _, _ = self._kept(sharding)
-        layers, counts, recomputes = self._counts(plan)
-        vectors = _vectors(plan.degrees.pp, plan.degrees.vpp, plan.micro_batches, plan.schedule)
-        weights = (layers * by_mode[None, :, None, :]).sum(axis=(1, 3))
-        kept = (vectors * weights.T[:, None, :]).sum(axis=2).max(axis=1)
-        rounded = np.ceil(vectors[:, :, :, None, None] * (by_mode / MIB))
-        by_stage = layers.transpose(2, 0, 1, 3)[:, None]
-        return _Split(counts, recomputes, kept, (rounded * by_stage).sum(axis=(2, 3, 4)).max(axis=1))
 
     def _kept(self, sharding: Sharding) -> tuple[Floats, float, float]:
         """Bytes of each kind by recompute mode, the most that one needs while repeated, and the logits."""
@@ -175,18 +170,26 @@ class MemoryLines:
 
     def _counts(self, plan: Plan) -> tuple[Floats, Floats, Floats]:
         """`_layers`, the layers of each kind on each stage, and whether a stage repeats any in full."""
-        key = (plan.degrees.vpp, self._same(plan.stages), plan.schedule in FOLDED)
-        if key not in self._splits:
-            model = self.tables.instance.model
-            layers = _layers(plan, model.kind_indices, len(model.kinds))
-            repeats = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
-            counts = np.zeros((plan.degrees.pp, len(model.kinds) + 2))
-            counts[:, :-2] = layers.sum(axis=(0, 1))
-            for stage in range(plan.degrees.pp):
-                chunks = plan.layout.chunks_of(stage)
-                counts[stage, -2:] = 0 in chunks, plan.degrees.virtual_stages - 1 in chunks
-            self._splits[key] = layers, counts, repeats.astype(np.float64)
-        return self._splits[key]
+        model = self.tables.instance.model
+        layers = _layers(plan, model.kind_indices, len(model.kinds))
+        repeats = layers[:, MODES.index("full")].sum(axis=(0, 2)) > 0
+        counts = np.zeros((plan.degrees.pp, len(model.kinds) + 2))
+        counts[:, :-2] = layers.sum(axis=(0, 1))
+        for stage in range(plan.degrees.pp):
+            chunks = plan.layout.chunks_of(stage)
+            counts[stage, -2:] = 0 in chunks, plan.degrees.virtual_stages - 1 in chunks
+        return layers, counts, repeats.astype(np.float64)
+
+
+def _flying(split: _Split, by_mode: Floats) -> tuple[Floats, Floats]:
+    """Bytes and MiB of what is kept for the micro-batches in flight, at the worst moment of each stage; `by_mode` has a
+    row for each size of layers, (rows, modes, kinds), and so have the results, (rows, pp)."""
+    used = split.layers.any(axis=(0, 2, 3))
+    layers, each, vectors = split.layers[:, used], by_mode[:, used], split.vectors
+    weights = np.einsum("cmpk,rmk->rpc", layers, each)
+    kept = np.einsum("pvc,rpc->rpv", vectors, weights).max(axis=2)
+    rounded = np.ceil(vectors[:, :, :, None, None] * (each / MIB)[:, None, None, None])
+    return kept, np.einsum("rpvcmk,cmpk->rpv", rounded, layers).max(axis=2)
 
 
 @lru_cache(maxsize=65536)
@@ -213,33 +216,41 @@ def _layers(plan: Plan, kinds: tuple[int, ...], units: int) -> Floats:
 
 def memory_table(rows: Sequence[tuple[MemoryLines, Plan]]) -> MemoryTable:
     """The table of some plans, each with the lines of its instance."""
-    found = [lines.of(plan) for lines, plan in rows]
-    stages = max((len(line.split.kept) for line in found), default=0)
-    units = max((len(line.held.states) for line in found), default=0)
-    counts = np.zeros((len(found), stages, units))
-    states, states_mib = np.zeros((2, len(found), units))
-    recomputes, kept, kept_mib, logits = np.zeros((4, len(found), stages))
-    held = np.zeros((len(found), stages), dtype=bool)
-    for row, line in enumerate(found):
-        split, own = line.split, line.held
-        pp, width = split.counts.shape
-        counts[row, :pp, :width] = split.counts
-        states[row, :width], states_mib[row, :width] = own.states, own.states_mib
-        recomputes[row, :pp], kept[row, :pp], kept_mib[row, :pp] = split.recomputes, split.kept, split.kept_mib
-        logits[row, :pp] = own.logits * (split.counts[:, -1] > 0)
-        held[row, :pp] = True
+    known: dict[tuple[Any, ...], _Held] = {}
+    for lines, plan in rows:  # one object is told from another by its id: the plans outlive this loop
+        key = (id(lines), id(plan.degrees), plan.schedule)
+        if key not in known:
+            known[key] = lines.held(plan)
+    held, held_of = by_identity([known[id(lines), id(plan.degrees), plan.schedule] for lines, plan in rows])
+    splits, split_of = by_identity([lines.split(plan) for lines, plan in rows])
+    stages = max((len(split.recomputes) for split in splits), default=0)
+    units = max((len(own.states) for own in held), default=0)
+    kept, kept_mib = np.zeros((2, len(rows), stages))
+    for index, split in enumerate(splits):
+        chosen = np.flatnonzero(split_of == index)
+        sizes, size_of = np.unique(held_of[chosen], return_inverse=True)
+        found = _flying(split, np.array([held[size].by_mode for size in sizes]))
+        for out, own in zip((kept, kept_mib), found, strict=True):
+            out[chosen, : own.shape[1]] = own[size_of]
 
     def column(name: str) -> Floats:
-        return np.array([getattr(line.held, name) for line in found], dtype=np.float64).reshape(-1, 1)
+        return np.array([getattr(own, name) for own in held], dtype=np.float64)[held_of].reshape(-1, 1)
 
-    mib = np.einsum("rpu,ru->rp", counts, states_mib) + kept_mib + column("fixed_mib")
+    def by_unit(name: str) -> Floats:
+        return stacked([getattr(own, name) for own in held], (units,))[held_of]
+
+    counts = stacked([split.counts for split in splits], (stages, units))[split_of]
+    recomputes = stacked([split.recomputes for split in splits], (stages,))[split_of]
+    exists = stacked([np.ones(len(split.recomputes)) for split in splits], (stages,))[split_of] > 0
+    ends = stacked([split.counts[:, -1] > 0 for split in splits], (stages,))[split_of]
+    mib = np.einsum("rpu,ru->rp", counts, by_unit("states_mib")) + kept_mib + column("fixed_mib")
     return MemoryTable(
-        states=np.einsum("rpu,ru->rp", counts, states),
+        states=np.einsum("rpu,ru->rp", counts, by_unit("states")),
         kept=kept / column("scale"),
         working=recomputes * column("working"),
-        logits=logits,
+        logits=ends * column("logits"),
         buffers=column("buffers"),
-        mib=np.where(held, mib + recomputes * column("working_mib"), 0.0),
+        mib=np.where(exists, mib + recomputes * column("working_mib"), 0.0),
         capacity=column("capacity"),
-        held=held,
+        held=exists,
     )

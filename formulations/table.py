@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from shardwise.formulations.step_time import (
     tied_sync_s,
     unit_times_s,
 )
-from shardwise.formulations.timeline import longest_paths
+from shardwise.formulations.timeline import longer_spans, longest_paths, shorter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,18 +47,21 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Item = TypeVar("Item")
 Profile = Any
 """A `data.profile.Profile`, or anything with its constants as numbers or as arrays of one per row, shape (R, 1)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _SameShape:
-    """Rows of a table whose plans have one shape: their layers, shape (slots, U, rows)."""
+    """Rows of a table whose plans have one shape: their layers, shape (slots, U, rows), and how many periods (E3) each
+    has more than `shape`."""
 
     shape: Shape
     where: Layout
     rows: Ints
     counts: ChunkCounts
+    periods: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +100,16 @@ class PlanTable:
     @cached_property
     def same_shape(self) -> tuple[_SameShape, ...]:
         """The rows, gathered by shape."""
+        return self._gathered([(shape, 0) for shape in self.shapes])
+
+    @cached_property
+    def same_order(self) -> tuple[_SameShape, ...]:
+        """The rows, gathered by the shape that (E3) times: numbers of micro-batches that only add periods go together."""
+        return self._gathered([shorter(shape) for shape in self.shapes])
+
+    def _gathered(self, shapes: list[tuple[Shape, int]]) -> tuple[_SameShape, ...]:
         rows: dict[Shape, list[int]] = {}
-        for row, shape in enumerate(self.shapes):
+        for row, (shape, _) in enumerate(shapes):
             rows.setdefault(shape, []).append(row)
         width = self.sync.shape[1]
         return tuple(
@@ -106,7 +117,8 @@ class PlanTable:
                 shape,
                 layout(shape.schedule, shape.pp, shape.vpp),
                 np.array(chosen),
-                ChunkCounts(*(_padded([getattr(self.counts[row], name) for row in chosen], width) for name in COUNTS)),
+                _together([self.counts[row] for row in chosen], width),
+                np.array([shapes[row][1] for row in chosen]),
             )
             for shape, chosen in rows.items()
         )
@@ -115,11 +127,32 @@ class PlanTable:
 COUNTS = ("every", "full", "selective")
 
 
-def _padded(counts: list[Ints], units: int) -> Ints:
-    """Counts (slots, units) of several plans as one array (slots, units, plans)."""
-    out = np.zeros((len(counts[0]), units, len(counts)), dtype=np.int64)
-    for row, count in enumerate(counts):
-        out[:, : count.shape[1], row] = count
+def _together(counts: list[ChunkCounts], units: int) -> ChunkCounts:
+    """Counts (slots, units) of several plans, many of them one object, as arrays (slots, units, plans)."""
+    distinct, of = by_identity(counts)
+
+    def padded(name: str) -> Ints:
+        out = np.zeros((len(getattr(distinct[0], name)), units, len(distinct)), dtype=np.int64)
+        for row, own in enumerate(distinct):
+            count = getattr(own, name)
+            out[:, : count.shape[1], row] = count
+        return out[:, :, of]
+
+    return ChunkCounts(*(padded(name) for name in COUNTS))
+
+
+def by_identity(items: Sequence[Item]) -> tuple[list[Item], Ints]:
+    """The distinct objects, and the index of each item's among them."""
+    distinct = {id(item): item for item in items}
+    place = {key: index for index, key in enumerate(distinct)}
+    return list(distinct.values()), np.array([place[id(item)] for item in items], dtype=np.int64)
+
+
+def stacked(rows: Sequence[npt.NDArray[Any]], shape: tuple[int, ...]) -> Floats:
+    """Arrays of at most `shape` as one, (rows, *shape), padded with zeros."""
+    out = np.zeros((len(rows), *shape))
+    for own, values in zip(out, rows, strict=True):
+        own[tuple(slice(size) for size in values.shape)] = values
     return out
 
 
@@ -177,46 +210,44 @@ class UnitTimes:
 
 def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     """The table of some plans, each with the units of its instance."""
-    found = [(units.of(plan.degrees, plan.placement, plan.schedule), units, plan) for units, plan in rows]
+    known: dict[tuple[Any, ...], _Units] = {}
     splits: dict[tuple[int, int], ChunkCounts] = {}
-    counts, shapes = [], []
-    for _, units, plan in found:
-        key = (id(units), id(plan.stages))  # the plans outlive this loop
-        if key not in splits:
-            splits[key] = counts_of(plan, units.tables.kind_prefixes)
-        counts.append(splits[key])
+    of_rows, counts, shapes = [], [], []
+    for units, plan in rows:  # one object is told from another by its id: the plans outlive this loop
+        key = (id(units), id(plan.degrees), id(plan.placement), plan.schedule)
+        if key not in known:
+            known[key] = units.of(plan.degrees, plan.placement, plan.schedule)
+        of_rows.append(known[key])
+        split = (id(units), id(plan.stages))
+        if split not in splits:
+            splits[split] = counts_of(plan, units.tables.kind_prefixes)
+        counts.append(splits[split])
         shapes.append(shape_of(plan))
-    most_units = max((len(units.sync) for units, _, _ in found), default=0)
-    most_stages = max((plan.degrees.pp for _, _, plan in found), default=0)
+    own, of = by_identity(of_rows)
+    most_units = max((len(units.sync) for units in own), default=0)
+    most_stages = max((plan.degrees.pp for _, plan in rows), default=0)
 
     def by_unit(name: str) -> Floats:
-        out = np.zeros((len(found), most_units))
-        for row, (own, _, _) in enumerate(found):
-            values = getattr(own, name)
-            out[row, : len(values)] = values
-        return out
+        return stacked([getattr(units, name) for units in own], (most_units,))[of]
 
-    terms: Any = np.zeros((len(found), most_units, len(TERMS)))
-    hops = np.zeros((len(found), most_stages))
-    for row, (own, _, _) in enumerate(found):
-        terms[row, : len(own.terms)] = own.terms
-        hops[row, : len(own.hops)] = own.hops
+    terms: Any = stacked([units.terms for units in own], (most_units, len(TERMS)))[of]
 
     def column(values: list[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]
 
-    plans = [plan for _, _, plan in found]
+    by_link = stacked([np.array(units.hops) for units in own], (most_stages,))[of]
+    plans = [plan for _, plan in rows]
     return PlanTable(
         terms=LayerTerms(*(terms[:, :, index] for index in range(len(TERMS)))),
         sync=by_unit("sync"),
         optimizer=by_unit("optimizer"),
         gather_forward=by_unit("gather_forward"),
         gather_backward=by_unit("gather_backward"),
-        hops=hops,
+        hops=by_link,
         vpp=column([plan.degrees.vpp for plan in plans]),
         tp=column([plan.degrees.tp for plan in plans]),
         devices=column([plan.degrees.devices for plan in plans]),
-        tied=column([units.tied for units, _, _ in found]),
+        tied=column([units.tied for units in own])[of],
         shapes=tuple(shapes),
         counts=tuple(counts),
     )
@@ -226,8 +257,11 @@ def step_times_s(table: PlanTable, profile: Profile) -> Floats:
     """(V1) The step time of every row, shape (R,)."""
     units = _unit_coefficients(table, profile)
     out = np.empty(len(table))
-    for same in table.same_shape:
-        out[same.rows] = _pass_times(same, units, table).step(same.shape)
+    for same in table.same_order:
+        times = _pass_times(same, units, table)
+        out[same.rows] = longer_spans(same.shape, same.periods, times.durations, times.lags).step(
+            same.shape, times.tails
+        )
     return np.asarray(out + _overhead(profile))
 
 

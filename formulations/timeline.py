@@ -32,6 +32,8 @@ Numbers = npt.NDArray[Any]
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 CLOSE = 1e-9
 """Periods of float times count as equal within this share of the period."""
+MOST_NUMBERS = 2**20
+"""Ends of passes that are held at once; more rows go in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,22 +215,64 @@ class StageSpans:
 
 def stage_spans(shape: Shape, durations: Numbers, lags: Numbers) -> StageSpans:
     """(E1)-(E3), quickly; arguments as in `pass_ends`."""
-    if shape.pp == 1 and shape.vpp == 1:
-        kinds = [kind for kind, _, i in orders(shape.schedule, 1, 1, min(shape.micro_batches, 2))[0] if i == 0]
-        total = durations[kinds, 0].sum(axis=0) * shape.micro_batches
+    fewer, periods = shorter(shape)
+    if durations.ndim == 3:
+        return longer_spans(fewer, np.full(durations.shape[2], periods), durations, lags)
+    spans = longer_spans(fewer, np.array([periods]), durations[..., None], lags[:, None])
+    return StageSpans(spans.start[:, 0], spans.end[:, 0])
+
+
+@lru_cache(maxsize=65536)
+def shorter(shape: Shape) -> tuple[Shape, int]:
+    """(E3) The shape with no more micro-batches than show the period, and the periods that this leaves out."""
+    m = shape.micro_batches
+    few = min(m, 2 if shape.pp == shape.vpp == 1 else _enough(shape))
+    return replace(shape, micro_batches=few), (m - few) // _repeats(shape)
+
+
+def longer_spans(shape: Shape, periods: Ints, durations: Numbers, lags: Numbers) -> StageSpans:
+    """(E1)-(E3) of rows that differ in micro-batches too: each is `shape` with so many `periods` more."""
+    if shape.pp == shape.vpp == 1:
+        kinds = [kind for kind, _, i in orders(shape.schedule, 1, 1, shape.micro_batches)[0] if i == 0]
+        total = durations[kinds, 0].sum(axis=0) * (shape.micro_batches + periods)
         return StageSpans(np.zeros_like(total)[None], total[None])
-    few = _enough(shape)
-    if few < shape.micro_batches:
-        fewer = Shape(shape.schedule, shape.pp, shape.vpp, few)
-        small = graph(fewer)
-        ends = pass_ends(small, durations, lags)
-        period = _period(small, ends)
-        if period is not None:
-            spans = _spans(small, ends, durations)
-            times = (shape.micro_batches - few) // _repeats(shape)
-            return StageSpans(spans.start, spans.end + times * period)
-    whole = graph(shape)
-    return _spans(whole, pass_ends(whole, durations, lags), durations)
+    one, of = _distinct(durations, lags)
+    spans, period, agreed = _short_spans(shape, durations[..., one], lags[..., one], repeats=bool(periods.any()))
+    start, end = spans.start[:, of], spans.end[:, of] + periods * period[of]
+    unknown = ~agreed[of]
+    for more in set(periods[unknown].tolist()):  # the whole step
+        own = unknown & (periods == more)
+        whole = graph(replace(shape, micro_batches=shape.micro_batches + more * _repeats(shape)))
+        found = _spans(whole, pass_ends(whole, durations[..., own], lags[..., own]), durations[..., own])
+        start[:, own], end[:, own] = found.start, found.end
+    return StageSpans(start, end)
+
+
+def _distinct(durations: Numbers, lags: Numbers) -> tuple[Ints, Ints]:
+    """A row for each distinct set of times, and the index of each row's among them: plans that differ in the batch or in
+    what comes after the last pass have the same passes."""
+    rows = durations.shape[-1]
+    times = np.concatenate([durations.reshape(-1, rows), lags]).T.copy()
+    place: dict[bytes, int] = {}
+    of = np.array([place.setdefault(own.tobytes(), len(place)) for own in times])
+    return np.unique(of, return_index=True)[1], of
+
+
+def _short_spans(
+    shape: Shape, durations: Numbers, lags: Numbers, *, repeats: bool
+) -> tuple[StageSpans, Numbers, npt.NDArray[np.bool_]]:
+    """Spans of exactly `shape`; where the order `repeats`, its period and whether there is one."""
+    small, rows = graph(shape), durations.shape[-1]
+    at_once = max(MOST_NUMBERS // len(small), 1)
+    if rows > at_once:
+        blocks = [slice(start, start + at_once) for start in range(0, rows, at_once)]
+        parts = [_short_spans(shape, durations[..., own], lags[..., own], repeats=repeats) for own in blocks]
+        start, end = (np.concatenate([getattr(spans, name) for spans, _, _ in parts], 1) for name in ("start", "end"))
+        period, agreed = (np.concatenate(values) for values in zip(*(part[1:] for part in parts), strict=True))
+        return StageSpans(start, end), period, agreed
+    ends = pass_ends(small, durations, lags)
+    period, agreed = _period(small, ends) if repeats else (np.zeros(rows, ends.dtype), np.ones(rows, dtype=bool))
+    return _spans(small, ends, durations), period, agreed
 
 
 def _spans(graph: Graph, ends: Numbers, durations: Numbers) -> StageSpans:
@@ -259,8 +303,8 @@ def _enough(shape: Shape) -> int:
     return least + (shape.micro_batches - least) % repeats
 
 
-def _period(graph: Graph, ends: Numbers) -> Numbers | None:
-    """(E3) How much later a period ends than the one before it; None where passes disagree."""
+def _period(graph: Graph, ends: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+    """(E3) How much later a period ends than the one before it, and whether all passes agree on it, by row."""
     reach, repeats = _reach(graph.shape), _repeats(graph.shape)
     if graph.shape.schedule == "dualpipe":
         repeats //= 2
@@ -272,9 +316,7 @@ def _period(graph: Graph, ends: Numbers) -> Numbers | None:
     keep = (later >= 0) & (now >= 0)
     apart = ends[later[keep]] - ends[now[keep]]
     low, high = apart.min(axis=0), apart.max(axis=0)
-    if np.issubdtype(apart.dtype, np.integer):
-        return low if np.all(low == high) else None
-    return low if np.all(high - low <= CLOSE * high) else None
+    return low, low == high if np.issubdtype(apart.dtype, np.integer) else high - low <= CLOSE * high
 
 
 @dataclass(frozen=True, eq=False)

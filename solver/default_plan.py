@@ -98,7 +98,7 @@ def plan_from_degrees(
             f"pp={degrees.pp} x vpp={degrees.vpp} makes {degrees.virtual_stages} chunks of layers={layers}, "
             f"at most {MAX_CHUNKS} can be evaluated"
         )
-    chunks = list(stages) if stages is not None else even_split(layers, degrees.virtual_stages)
+    chunks = tuple(stages) if stages is not None else _even(layers, degrees.virtual_stages)
     faults = []
     if len(chunks) != degrees.virtual_stages:
         faults.append(
@@ -117,7 +117,7 @@ def plan_from_degrees(
     try:
         return Plan(
             degrees,
-            _stages_of(tuple(chunks), degrees.pp, recompute, block, folded=schedule in FOLDED),
+            _stages_of(chunks, degrees.pp, recompute, block, folded=schedule in FOLDED),
             packed_placement(instance, degrees, rank_order),
             micro_batches,
             schedule=schedule or degrees.schedule,
@@ -138,8 +138,13 @@ def _stages_of(
 
 def even_split(layers: int, chunks: int) -> list[int]:
     """As even as possible, larger chunks first."""
+    return list(_even(layers, chunks))
+
+
+@lru_cache(maxsize=16384)
+def _even(layers: int, chunks: int) -> tuple[int, ...]:
     base, larger = divmod(layers, chunks)
-    return [base + (i < larger) for i in range(chunks)]
+    return tuple(base + (i < larger) for i in range(chunks))
 
 
 def packed_placement(instance: Instance, degrees: Degrees, rank_order: RankOrder) -> Placement:

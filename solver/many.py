@@ -13,18 +13,19 @@ from shardwise.data.workload import Training
 from shardwise.formulations.memory_table import MemoryLines, memory_table
 from shardwise.formulations.table import UnitTimes, plan_table, step_times_s
 from shardwise.solver.default_plan import degrees_from, plan_from_degrees
-from shardwise.solver.evaluate import broken_rules, cost_tables, limit_faults
+from shardwise.solver.evaluate import broken_rules, cost_tables
 from shardwise.solver.solve import build_instance
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Degrees, Plan
     from shardwise.data.profile import Profile
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
 DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
 WORKLOAD = ("precision", "optimizer", "attention", "lora_modules", "base_precision")
 PACKS = ("rules", "profile")
+TEXTS = ("model", "cluster", *WORKLOAD, *PACKS)
 SHAPE = ("recompute", "schedule")
 ADDED = {
     "step_time_s": "float64",
@@ -40,12 +41,31 @@ Cells = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """An instance with everything that its rows share."""
+class _Costs:
+    """What rows share that differ in their batch at most."""
 
-    instance: Instance
     units: UnitTimes
     lines: MemoryLines
+    degrees: dict[tuple[Any, ...], Degrees]
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """An instance with everything that its rows share. `faults` are the rules that degrees and a schedule break: stages
+    are split and recomputed alike in every row, so that a plan breaks no others."""
+
+    instance: Instance
+    costs: _Costs
+    faults: dict[tuple[int, str], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row that has a plan."""
+
+    index: int
+    known: _Known
+    plan: Plan
 
 
 def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
@@ -75,18 +95,19 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     if not table.columns.is_unique:
         twice = sorted({str(name) for name in table.columns[table.columns.duplicated()]})
         raise InputError(f"table has the columns {', '.join(twice)} more than once")
-    known: dict[tuple[Any, ...], _Known | InputError] = {}
+    seen = _Seen()
     records: list[Cells] = [{} for _ in range(len(table))]
-    planned: list[tuple[int, _Known, Plan]] = []
+    by_profile: dict[Profile, list[_Row]] = {}
     for index, given in enumerate(_rows(table)):
         try:
-            planned.append((index, *_planned(given, known)))
+            row = _Row(index, *_planned(given, seen))
         except InputError as error:
             records[index] = {"reason": "; ".join(error.faults)}
-    times = _step_times_s(planned)
-    for group in _by_instance(planned):
-        for (index, _, _), record in zip(group, _evaluated(group, times), strict=True):
-            records[index] = record
+        else:
+            by_profile.setdefault(row.known.instance.profile, []).append(row)
+    for profile, rows in by_profile.items():
+        for row, record in zip(rows, _evaluated(rows, profile), strict=True):
+            records[row.index] = record
     out = table.copy()
     for name, kind in ADDED.items():
         values: Any = [record.get(name) for record in records]
@@ -105,95 +126,100 @@ def _rows(table: pd.DataFrame) -> list[Cells]:
     return rows
 
 
-def _by_instance(planned: list[tuple[int, _Known, Plan]]) -> list[list[tuple[int, _Known, Plan]]]:
-    groups: dict[int, list[tuple[int, _Known, Plan]]] = {}
-    for item in planned:
-        groups.setdefault(id(item[1]), []).append(item)
-    return list(groups.values())
-
-
-def _planned(given: Cells, known: dict[tuple[Any, ...], _Known | InputError]) -> tuple[_Known, Plan]:
+def _planned(given: Cells, seen: _Seen) -> tuple[_Known, Plan]:
     missing = [f"column {name} is missing or empty" for name in NEEDED if name not in given]
     if missing:
         raise InputError(missing)
     numbers = _numbers(given)
-    shared = _shared(given, numbers, known)
-    degrees = degrees_from(
-        shared.instance,
-        **{name: numbers[name] for name in DEGREES if name in numbers},
-        sequence_parallel=_truth(given, "sequence_parallel"),
-    )
+    known = seen.instance(given, numbers)
+    found, own = known.costs.degrees, {name: numbers[name] for name in DEGREES if name in numbers}
+    together = _truth(given, "sequence_parallel")
+    key = (*own.items(), together)
+    if key not in found:
+        found[key] = degrees_from(known.instance, **own, sequence_parallel=together)
     layers = numbers.get("recompute_layers")
     shape = {name: given[name] for name in SHAPE if name in given}
-    return shared, plan_from_degrees(shared.instance, degrees, recompute_layers=layers or None, **shape)
+    return known, plan_from_degrees(known.instance, found[key], recompute_layers=layers or None, **shape)
 
 
-def _step_times_s(planned: list[tuple[int, _Known, Plan]]) -> dict[int, float]:
-    """Step times by row; rows of one profile go through the timelines of their schedules together."""
-    profiles: dict[Profile, list[tuple[int, _Known, Plan]]] = {}
-    for item in planned:
-        profiles.setdefault(item[1].instance.profile, []).append(item)
-    out: dict[int, float] = {}
-    for profile, items in profiles.items():
-        times = step_times_s(plan_table([(known.units, plan) for _, known, plan in items]), profile)
-        out.update(zip((index for index, _, _ in items), times.tolist(), strict=True))
-    return out
-
-
-def _evaluated(group: list[tuple[int, _Known, Plan]], times: dict[int, float]) -> list[Cells]:
-    """Records of the rows of one instance."""
-    shared = group[0][1]
-    instance = shared.instance
-    plans = [plan for _, _, plan in group]
-    memory = memory_table([(shared.lines, plan) for plan in plans])
-    peaks = memory.peaks(instance.profile, np.full(len(plans), "device"))
-    fits = memory.mib.max(axis=1) <= cost_tables(instance).capacity_mib
-    worst = memory.mib.argmax(axis=1)
-    tokens = instance.workload.tokens_per_step
+def _evaluated(rows: list[_Row], profile: Profile) -> list[Cells]:
+    """Records of the rows of one profile, whose timelines and memory are computed together."""
+    times = step_times_s(plan_table([(row.known.costs.units, row.plan) for row in rows]), profile).tolist()
+    memory = memory_table([(row.known.costs.lines, row.plan) for row in rows])
+    peaks = memory.peaks(profile, np.full(len(rows), "device")).tolist()
+    most, worst = memory.mib.max(axis=1).tolist(), memory.mib.argmax(axis=1).tolist()
     records = []
-    for row, (index, _, plan) in enumerate(group):
-        faults = broken_rules(instance, plan)
-        reasons = [*faults, *limit_faults(instance, plan)]
-        if not fits[row]:
+    for row, time, peak, mib, stage in zip(rows, times, peaks, most, worst, strict=True):
+        instance, plan = row.known.instance, row.plan
+        faults = _faults(row)
+        fits = mib <= row.known.costs.units.tables.capacity_mib
+        reasons = list(faults)
+        if not fits:
             reasons.append(
-                f"stage {worst[row]} needs {peaks[row] / 1e9:.1f} GB, "
+                f"stage {stage} needs {peak / 1e9:.1f} GB, "
                 f"{instance.accelerator.name} has {instance.memory_limit_bytes / 1e9:.1f} GB usable"
             )
         records.append(
             {
-                "step_time_s": times[index],
-                "tokens_per_s_per_device": tokens / times[index] / plan.degrees.devices,
-                "peak_memory_gb": float(peaks[row]) / 1e9,
+                "step_time_s": time,
+                "tokens_per_s_per_device": instance.workload.tokens_per_step / time / plan.degrees.devices,
+                "peak_memory_gb": peak / 1e9,
                 "legal": not faults,
-                "fits": bool(fits[row]),
+                "fits": fits,
                 "reason": "; ".join(reasons),
             }
         )
     return records
 
 
-def _shared(given: Cells, numbers: dict[str, int], known: dict[tuple[Any, ...], _Known | InputError]) -> _Known:
-    """The instance of a row; rows that share one share its tables too."""
-    texts = {name: str(given[name]) for name in ("model", "cluster", *WORKLOAD, *PACKS) if name in given}
-    sizes: Cells = {name: numbers[name] for name in ("seq_len", "global_batch", "lora_rank") if name in numbers}
-    mean = given.get("mean_document_length")
-    key = (*sizes.items(), str(mean), *texts.items())
-    if key not in known:
-        try:
-            kinds: dict[str, Any] = {name: texts[name] for name in WORKLOAD if name in texts}
-            workload = Training(**sizes, **kinds, lengths=None if mean is None else ((mean, 1),))
-            options = {name: texts[name] for name in PACKS if name in texts}
-            instance = build_instance(texts["model"], texts["cluster"], workload, **options)
-            tables = cost_tables(instance)
-            known[key] = _Known(instance, UnitTimes(tables), MemoryLines(tables))
-        except InputError as error:
-            known[key] = error
-        except ValueError as error:
-            known[key] = InputError(str(error).split("; "))
-    found = known[key]
-    if isinstance(found, InputError):
-        raise InputError(found.faults)
-    return found
+def _faults(row: _Row) -> list[str]:
+    """The rules that a row's plan breaks."""
+    known, plan = row.known, row.plan
+    key = (id(plan.degrees), plan.schedule)  # held by `_Costs.degrees`
+    if key not in known.faults:
+        known.faults[key] = broken_rules(known.instance, plan)
+    return known.faults[key]
+
+
+class _Seen:
+    """The instances met so far."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Known | InputError] = {}
+        self._costs: dict[tuple[Any, ...], _Costs] = {}
+
+    def instance(self, given: Cells, numbers: dict[str, int]) -> _Known:
+        """The instance of a row; rows that share one share its tables too.
+
+        Raises
+        ------
+        InputError
+            Where there is none, with every reason.
+        """
+        texts = {name: str(given[name]) for name in TEXTS if name in given}
+        sizes: Cells = {name: numbers[name] for name in ("seq_len", "lora_rank") if name in numbers}
+        batch, mean = numbers["global_batch"], given.get("mean_document_length")
+        alike = (*sizes.items(), str(mean), *texts.items())
+        key = (batch, *alike)
+        if key not in self._known:
+            try:
+                kinds: dict[str, Any] = {name: texts[name] for name in WORKLOAD if name in texts}
+                lengths = None if mean is None else ((mean, 1),)
+                workload = Training(global_batch=batch, **sizes, **kinds, lengths=lengths)
+                options = {name: texts[name] for name in PACKS if name in texts}
+                instance = build_instance(texts["model"], texts["cluster"], workload, **options)
+                if alike not in self._costs:
+                    tables = cost_tables(instance)
+                    self._costs[alike] = _Costs(UnitTimes(tables), MemoryLines(tables), {})
+                self._known[key] = _Known(instance, self._costs[alike], {})
+            except InputError as error:
+                self._known[key] = error
+            except ValueError as error:
+                self._known[key] = InputError(str(error).split("; "))
+        found = self._known[key]
+        if isinstance(found, InputError):
+            raise InputError(found.faults)
+        return found
 
 
 def _numbers(given: Cells) -> dict[str, int]:
@@ -203,6 +229,9 @@ def _numbers(given: Cells) -> dict[str, int]:
         if name not in given:
             continue
         value = given[name]
+        if type(value) is int:  # a bool is not
+            found[name] = value
+            continue
         try:
             whole = int(value)
             if isinstance(value, bool) or whole != float(value):
