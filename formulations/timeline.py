@@ -10,12 +10,15 @@ as far as it blocks) and L_j the rest of a transfer over link j, in which the st
 (E3) The order repeats: where all passes of one period end later than those of the period before by one and the same
      time, every period after it does too, since each pass is a maximum of sums of earlier ones. The step of m
      micro-batches is then that of fewer, plus that time for each period left out.
+(E4) A walk back from the end of the step that turns, at every pass, to one of the two that it waits for, by chance, is a
+     path too. The mean of all such walks is a convex combination of paths, found in one sweep. Where the chance falls
+     with how much earlier a pass ends, it is nearly as long as the longest path, and moves smoothly with the durations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -74,6 +77,16 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.duration)
+
+    @cached_property
+    def followers(self) -> tuple[tuple[int, int, Ints, Ints], ...]:
+        """Of each level: where it starts and ends, the passes behind its own on their stages, and those they are the
+        source of; the number of passes if none."""
+        none = len(self)
+        behind, fed = np.full((2, none + 1), none)
+        behind[self.before], fed[self.source] = np.arange(none), np.arange(none)
+        behind[none] = fed[none] = none
+        return tuple((a, b, behind[a:b], fed[a:b]) for a, b, _, _ in self.levels)
 
 
 @lru_cache(maxsize=256)
@@ -369,3 +382,53 @@ def _walk_back(graph: Graph, ends: Numbers, late: Numbers, op: Ints, passes: Int
         op = np.where(by_input, other, ahead)
         left = op != none
         op, rows = op[left], rows[left]
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPaths:
+    """(E4) Per row: how often the mean path holds each kind and slot and waits for each link, as in `Paths`; and the share
+    of it that ends on each stage, shape (p, rows)."""
+
+    passes: Numbers
+    hops: Numbers
+    stages: Numbers
+
+
+def mixed_paths(shape: Shape, durations: Numbers, lags: Numbers, tails: Numbers, spreads: Numbers) -> MixedPaths:
+    """(E4) One row for each of the positive `spreads`: the difference between two ends at which the later one is taken e
+    times as often. The other arguments are floats without an axis of rows."""
+    whole = graph(shape)
+    none, rows = len(whole), len(spreads)
+    ends = pass_ends(whole, durations, lags)
+    spans = _spans(whole, ends, durations)
+    unsynchronised = shape.schedule in UNSYNCHRONISED
+    last = spans.end + tails - (spans.start if unsynchronised else 0)
+    stages = np.exp((last - last.max())[:, None] / spreads)
+    stages /= stages.sum(axis=0)
+    ends, late = np.append(ends, 0), np.append(lags, 0)
+    by_input = preferred((ends[whole.source] + late[whole.hop] - ends[whole.before])[:, None], spreads)
+    by_input[whole.before == none] = 1
+    by_input[whole.source == none] = 0
+    visits = np.zeros((none, rows))
+    visits[whole.last] = stages
+    if unsynchronised:
+        visits[whole.first] -= stages  # the time before the first pass of the stage does not count
+    to_input, to_before = (np.zeros((none + 1, rows)) for _ in range(2))
+    by_before = 1 - by_input
+    for a, b, behind, fed in reversed(whole.followers):
+        own = visits[a:b]
+        own += to_before.take(behind, axis=0)
+        own += to_input.take(fed, axis=0)
+        np.multiply(own, by_before[a:b], out=to_before[a:b])
+        np.multiply(own, by_input[a:b], out=to_input[a:b])
+    if unsynchronised:
+        visits[whole.first] += stages
+    passes, hops = np.zeros((durations.size, rows)), np.zeros((shape.pp + 1, rows))
+    np.add.at(passes, whole.duration, visits)
+    np.add.at(hops, whole.hop, to_input[:-1])
+    return MixedPaths(passes.reshape(*durations.shape, rows), hops[:-1], stages)
+
+
+def preferred(ahead: Numbers, spreads: Numbers) -> Numbers:
+    """(E4) How often the first of two is taken that is `ahead` by so much: e times as often as the other by a spread."""
+    return np.asarray((1 + np.tanh(ahead / (2 * spreads))) / 2)

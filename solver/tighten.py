@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import numpy as np
 
 from shardwise.formulations.bounds import SAFETY
 from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.formulations.path_game import play
+from shardwise.formulations.stage_graph import by_ways
 from shardwise.solver.search import UNLIMITED
 
 if TYPE_CHECKING:
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
     from shardwise.formulations.free_chunks import Ints
     from shardwise.formulations.timeline import Shape
     from shardwise.solver.search import Search
+
+FIRST_TURNS = 150
+"""(C2) Turns before splits are looked for."""
+FIRST_ROUNDS, ROUNDS = 50, 250
+"""(C5) Rounds of local search before the turns, and after them from each of two splits: the one that they lead to, and the
+best so far."""
 
 
 def tighten(search: Search) -> None:
@@ -44,33 +53,37 @@ def raised(search: Search, option: Option) -> Iterator[int]:
     candidate = option.candidate
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
     path = MeanPath.nothing(candidate.degrees.virtual_stages)
-    bound, cuts = free.by_ways(path, option.bound, 1)
+    bound, cuts = by_ways(free, path, option.bound, 1)
     yield _offer_cuts(search, free, cuts, bound)
     known = search.seen.get(candidate.tie_key)
     if bound >= search.longest(candidate) or known is None:
         return
-    yield from _searched(search, free, np.array(known[1].cuts), bound)
+    yield from _searched(search, free, np.array(known[1].cuts), bound, FIRST_ROUNDS)
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-    starts = []
-    for length, mean, cuts in free.play(np.array(search.seen[candidate.tie_key][1].cuts)):
-        if length > bound:
-            path, bound = mean, math.floor(min(length * SAFETY, free.limit + 1))
+    game = play(free, np.array(search.seen[candidate.tie_key][1].cuts))
+    for turns in (FIRST_TURNS, None):
+        starts = []
+        for length, mean, cuts in itertools.islice(game, turns):
+            if length > bound:
+                path, bound = mean, math.floor(min(length * SAFETY, free.limit + 1))
             yield bound
-        if bound > search.longest(candidate) or cuts is None:
-            return
-        starts.append(cuts)
-    if starts:
-        split, _ = free.fastest(np.array(starts), UNLIMITED)
-        if split is not None:
-            yield from _searched(search, free, np.array(split.cuts), bound)
+            if bound > search.longest(candidate) or cuts is None:
+                return
+            starts.append(cuts)
+        if starts:
+            split, _ = free.fastest(np.unique(starts, axis=0), UNLIMITED)
+            if split is not None:
+                search.try_split(candidate, split)
+                yield from _searched(search, free, np.array(split.cuts), bound, ROUNDS)
+        yield from _searched(search, free, np.array(search.seen[candidate.tie_key][1].cuts), bound, ROUNDS)
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-    bound, cuts = free.by_ways(path, bound)
+    bound, cuts = by_ways(free, path, bound)
     yield _offer_cuts(search, free, cuts, bound)
 
 
-def _searched(search: Search, free: FreeChunks, cuts: Ints, bound: int) -> Iterator[int]:
+def _searched(search: Search, free: FreeChunks, cuts: Ints, bound: int, rounds: int) -> Iterator[int]:
     """Offer the plans that local search finds; `bound` as it is, once a round."""
-    for better in free.better(cuts):
+    for better in free.better(cuts, rounds):
         if better is not None:
             search.try_split(free.candidate, better)
         yield bound

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.pipeline import SCHEDULES, layout
-from shardwise.formulations.timeline import Numbers, Shape, graph, longest_paths, pass_ends, stage_spans
+from shardwise.formulations.timeline import (
+    Numbers,
+    Shape,
+    graph,
+    longest_paths,
+    mixed_paths,
+    pass_ends,
+    stage_spans,
+)
 
 
 @st.composite
@@ -65,3 +73,23 @@ def test_a_longest_path_is_the_step_and_bounds_every_other(schedule: str, data: 
     assert np.array_equal(lengths(durations, lags, tails), stage_spans(shape, durations, lags).step(shape, tails))
     others = numbers(shape, seed + 1, 50)
     assert (lengths(*others) <= stage_spans(shape, *others[:2]).step(shape, others[2])).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_a_mean_of_paths_bounds_every_step_and_is_the_longest_without_spread(
+    schedule: str, data: st.DataObject, seed: int
+) -> None:
+    """(E4) under the durations that it was mixed for and under any others."""
+    shape = data.draw(shapes(schedule))
+    own, others = (tuple(part.astype(float) for part in numbers(shape, seed + more, 9 + 41 * more)) for more in (0, 1))
+    paths = mixed_paths(shape, *(part[..., 0] for part in own), np.array([1e-6, 0.5, 30.0]))
+    assert paths.stages.sum(axis=0) == pytest.approx(1)
+    for durations, lags, tails in (own, others):
+        held = np.tensordot(durations, paths.passes, ((0, 1), (0, 1))) + lags.T @ paths.hops
+        lengths = held + tails.T @ paths.stages
+        steps = stage_spans(shape, durations, lags).step(shape, tails)
+        assert (lengths <= steps[:, None] * (1 + 1e-12)).all()
+        if durations is own[0]:
+            assert lengths[0, 0] == pytest.approx(steps[0])

@@ -17,11 +17,14 @@ from universe import MOST_PLANS, count_plans, examples, instances, splits
 
 from shardwise.data.limits import parse_limits
 from shardwise.data.plan import Stage
-from shardwise.data.rules import free_chunks
-from shardwise.formulations import free_chunks as module
+from shardwise.data.rules import free_chunks as without_even_chunks
+from shardwise.formulations import path_game, stage_graph
 from shardwise.formulations.bounds import SAFETY
 from shardwise.formulations.cp import Option
 from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.formulations.path_game import play
+from shardwise.formulations.stage_graph import StageGraph, by_ways
+from shardwise.solver import tighten as tighten_module
 from shardwise.solver.evaluate import admitted_units
 from shardwise.solver.search import UNLIMITED, Search
 from shardwise.solver.tighten import raised, tighten
@@ -36,7 +39,7 @@ MOST_SPLITS = 400
 
 def opened(instance: Instance) -> Search:
     """A search of free chunks with an incumbent."""
-    search = Search(replace(instance, rules=free_chunks(instance.rules)), None, None)
+    search = Search(replace(instance, rules=without_even_chunks(instance.rules)), None, None)
     search.enumerate()
     search.first_incumbent()
     return search
@@ -97,32 +100,42 @@ def test_mean_paths_are_shorter_than_every_split(case: Exhausted, data: st.DataO
     limit = data.draw(st.sampled_from((UNLIMITED, case.least, case.least + 1000, case.least - 1)))
     free = case.free(limit)
     start = np.array(data.draw(st.sampled_from(sorted(case.units))))
-    for length, path, _ in itertools.islice(free.play(start), 12):
+    with patch.object(path_game, "FIRST_TURNS", 5):
+        turns = list(itertools.islice(play(free, start), 15))
+    for length, path, _ in turns:
         assert min(length * SAFETY, limit + 1) <= case.least
         for cuts, units in case.units.items():
             sums = free.chunk_sums(np.array(cuts))
             assert (path.weights * sums).sum() + path.constant <= units * (1 + 1e-12)
 
 
+def graph_of(free: FreeChunks, path: MeanPath, within: int) -> StageGraph:
+    graph = stage_graph.stage_graph(stage_graph.Ahead(free, path), within)
+    assert graph is not None
+    return graph
+
+
 @examples(25)
 @given(cases, st.data())
 def test_the_stage_graph_holds_every_split_and_no_cost_above_its_step(case: Exhausted, data: st.DataObject) -> None:
-    """(C3), (C4): without a limit its ways are the splits; with the step of a split as the limit that split is one."""
+    """(W1)-(W3): without a limit its ways are the splits; with the step of a split as the limit that split is one, under
+    every mean path."""
     nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
-    graph = case.free(UNLIMITED).graph
-    assert graph is not None
+    graph = graph_of(case.free(UNLIMITED), nothing, UNLIMITED)
     assert graph.least <= case.least
-    every = graph.ways(nothing, UNLIMITED)
+    every = graph.ways()
     assert every is not None
     assert sorted(map(tuple, every.tolist())) == sorted(case.units)
     for cuts, units in data.draw(st.lists(st.sampled_from(sorted(case.units.items())), max_size=8)):
-        free = case.free(units)
-        assert free.graph is not None
-        turns = [path for _, path, _ in itertools.islice(free.play(np.array(cuts)), 6)]
+        free = case.free(data.draw(st.sampled_from((units, UNLIMITED))))
+        with patch.object(path_game, "FIRST_TURNS", 5):
+            turns = [path for _, path, _ in itertools.islice(play(free, np.array(cuts)), 9)]
         for path in (nothing, *turns):
-            ways = free.graph.ways(path, units)
+            graph = graph_of(free, path, units)
+            ways = graph.ways()
             assert ways is not None
             assert cuts in set(map(tuple, ways.tolist()))
+            assert graph.least <= units
 
 
 @examples(25)
@@ -130,18 +143,18 @@ def test_the_stage_graph_holds_every_split_and_no_cost_above_its_step(case: Exha
 def test_the_ways_give_the_optimum_where_they_are_few_and_a_bound_where_not(
     case: Exhausted, data: st.DataObject, most: int
 ) -> None:
-    """(C4)."""
+    """(W3)."""
     limit = data.draw(st.sampled_from((UNLIMITED, case.least, case.least + 1000)))
     free = case.free(limit)
     nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
-    bound, cuts = free.by_ways(nothing, 0)
+    bound, cuts = by_ways(free, nothing, 0)
     assert cuts is not None
     assert bound == case.least == case.units[tuple(cuts.tolist())]
-    assert case.free(case.least - 1).by_ways(nothing, 0)[0] == case.least
-    *_, (_, path, _) = itertools.islice(free.play(cuts), 6)
-    with patch.object(module, "MOST_WAYS", most):
-        assert free.by_ways(path, 0)[0] <= case.least
-        assert free.by_ways(nothing, 0)[0] <= case.least
+    assert by_ways(case.free(case.least - 1), nothing, 0)[0] == case.least
+    *_, (_, path, _) = itertools.islice(play(free, cuts), 6)
+    with patch.object(stage_graph, data.draw(st.sampled_from(("MOST_WAYS", "MOST_ARCS"))), most):
+        assert by_ways(free, path, 0)[0] <= case.least
+        assert by_ways(free, nothing, 0)[0] <= case.least
 
 
 @examples(10)
@@ -150,7 +163,7 @@ def test_local_search_yields_faster_and_faster_splits(case: Exhausted, data: st.
     """(C5): each a split of the candidate, with the step that it has, down to the best of a few splits."""
     assume(case.instance.limits.recompute == "none" and len(case.units) > 1)
     start = data.draw(st.sampled_from(sorted(case.units)))
-    found = [split for split in case.free(UNLIMITED).better(np.array(start)) if split is not None]
+    found = [split for split in case.free(UNLIMITED).better(np.array(start), 250) if split is not None]
     steps = [case.units[split.cuts] for split in found]
     assert steps == sorted(set(steps), reverse=True)
     assert steps[-1] == case.least or len(case.units) > 50 or steps[-1] <= case.units[start]
@@ -162,7 +175,7 @@ def test_raised_bounds_are_below_the_fastest_plan_within_the_incumbent(
     instance: Instance, rank: float, many: bool
 ) -> None:
     """(C1)-(C5) under memory limits and every recompute setting, for candidates no slower than the incumbent."""
-    instance = replace(instance, rules=free_chunks(instance.rules)) if instance.rules.even_chunks else instance
+    instance = replace(instance, rules=without_even_chunks(instance.rules)) if instance.rules.even_chunks else instance
     assume(count_plans(instance, MOST_PLANS) <= MOST_PLANS)
     _, found = search_of(instance)
     for corner in {one.corner for one in found if one.plan.degrees.vpp > 1}:
@@ -175,7 +188,11 @@ def test_raised_bounds_are_below_the_fastest_plan_within_the_incumbent(
         candidate = candidate_of(corner)
         memory = search.tables.memory(candidate.degrees, candidate.schedule)
         option = Option(candidate, search.coefficients(candidate), memory, 0, search.worth(candidate))
-        with patch.multiple(module, TURNS=12, ROUNDS=6, MOST_WAYS=1 if many else 100):
+        with (
+            patch.multiple(tighten_module, FIRST_TURNS=8, FIRST_ROUNDS=4, ROUNDS=4),
+            patch.multiple(path_game, FIRST_TURNS=5, TURNS=6),
+            patch.object(stage_graph, "MOST_WAYS", 1 if many else 100),
+        ):
             bounds = list(raised(search, option))
         assert search.incumbent is not None
         assert bounds
