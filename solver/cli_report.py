@@ -105,7 +105,9 @@ def _document(saved: Saved, instance: Instance | None, evaluation: Any) -> dict[
 
     c = saved.certificate
     document: dict[str, Any] = {
-        "certificate": None if c is None else {"status": c.status, "value": c.value, "bound": c.bound, "gap": c.gap},
+        "certificate": None
+        if c is None
+        else {"status": c.status, "objective": c.objective, "value": c.value, "bound": c.bound, "gap": c.gap},
         "reason": list(saved.reason),
         "evaluation": None,
     }

@@ -69,7 +69,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _without_plan(saved: Saved) -> tuple[Section, ...]:
-    proof = [] if saved.certificate is None else sections.proof(saved.certificate, 0.0)
+    proof = [] if saved.certificate is None else sections.proof(saved.certificate, None)
     reasons = items(list(saved.reason) or ["the file does not say why"])
     return (
         Section("headline", "Result", (*proof, Note("There is no plan, because:"), reasons)),

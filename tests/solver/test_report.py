@@ -177,6 +177,37 @@ def test_ties_and_slower_alternatives_are_told_apart(solved: sw.Result, tmp_path
     assert "+100.00 %" in text
 
 
+def test_the_plan_stands_among_its_alternatives_with_its_regret_and_the_recommended_one(tmp_path: Path) -> None:
+    result = sw.solve("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 16), workers=1, top=3)
+    assert result.alternatives
+    assert result.robustness is not None
+    _, _, text = written(result.to_dict(), tmp_path / "top.json")
+    assert Page(text).values["expected_regret"] == list(result.robustness.expected_regret)
+    assert "recommended (*):" in text
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ("throughput-per-device", "no plan has more than"),
+        ("energy", "no plan has less than"),
+        ("cost", "USD per million tokens"),
+        ("devices", "1 devices"),
+    ],
+)
+def test_a_certificate_speaks_of_its_own_objective(objective: str, words: str, tmp_path: Path) -> None:
+    """The value of another objective was once read as a step time, and the page said that the file was edited."""
+    result = sw.solve("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 16), workers=1, objective=objective)
+    _, _, text = written(result.to_dict(), tmp_path / "certified.json")
+    assert words in text
+    assert "does not match" not in text
+    assert Page(text).values["value"] == [result.value]
+    if objective != "cost":
+        factors = {"value": 1.5, "bound": 1.5 if objective == "throughput-per-device" else 0.5}
+        edited = {name: factor * (result.value or 0.0) for name, factor in factors.items()}
+        assert "does not match" in written(result.to_dict() | edited, tmp_path / "edited.json")[2]
+
+
 def test_hostile_strings_come_out_as_text(solved: sw.Result, tmp_path: Path) -> None:
     document = json.loads(json.dumps(solved.to_dict()))
     instance = document["plan"]["instance"]
@@ -225,6 +256,9 @@ def test_a_step_of_too_many_passes_is_reported_without_its_timeline() -> None:
     [
         ({"status": "SURE", "value": "fast"}, ["status='SURE'", "value='fast'"]),
         ({"bound": 1e9}, ["bound=1000000000.0 must not lie above"]),
+        ({"objective": "beauty"}, ["objective='beauty' must be one of step-time"]),
+        ({"objective": "throughput-per-device", "bound": 1e-9}, ["bound=1e-09 must not lie below"]),
+        ({"robustness": {"recommended": 9, "best_share": "x"}}, ["robustness.recommended=9", "robustness.best_share"]),
         ({"alternatives": [{"value": 1.0}, 3]}, ["alternatives[0]", "alternatives[1]"]),
         ({"report": [], "reason": 4}, ["report must be an object", "reason must be a list"]),
         ({"plan": {"version": 1, "degrees": {"tp": 0}}}, ["degrees.tp=0", "plan.stages", "plan.placement"]),
