@@ -380,7 +380,16 @@ def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
                 Cell(cut(f"{other.plan.schedule}; stages {' '.join(map(str, other.plan.chunk_layers))}", 200)),
             )
         )
-    columns = ("no.", "kind", goal.unit, "against the plan", "best in", "regret", "plan", "schedule and layers by chunk")
+    columns = (
+        "no.",
+        "kind",
+        goal.unit,
+        "against the plan",
+        "best in",
+        "regret",
+        "plan",
+        "schedule and layers by chunk",
+    )
     said = () if saved.recommended is None else (Note(_recommended(saved), "recommended (*)"),)
     return Section("alternatives", "Alternatives", (*said, *table(ALTERNATIVES, columns, rows)))
 
