@@ -26,22 +26,24 @@ PageOption = Annotated[str | None, typer.Option("-o", "--output", metavar="FILE"
 
 
 def report_command(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, or the file of plan --json.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN|STORE", help="A plan.json, the file of plan --json, STORE/CELL, or a whole store."
+        ),
+    ],
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page to write (- for stdout).")],
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """One self-contained page of a plan: certificate, time, memory, timeline, placement, alternatives, assumptions.
 
-    Exit code 0 when the page is written, 2 for bad input.
+    Of a store of `batch`: all its cells, to filter, sort, plot and open. Exit code 0 when the page is written, 2 for bad input.
     """
     check_outputs(output=output, json=json_path)
-    saved, instance = _read(path)
-    from shardwise.solver.report import report_page
-
-    text, evaluation = report_page(saved, instance)
+    text, document = _of_store(path) if path.is_dir() else _of_plan(path)
     write(text, output)
-    write_json(_document(saved, instance, evaluation), json_path)
+    write_json(document, json_path)
     if not quiet:
         size = len(text.encode())
         show(output, json_path).print(f"{escape(output)}: {size:,} bytes", highlight=False, soft_wrap=True)
@@ -85,6 +87,26 @@ def compare_command(
     raise typer.Exit(DONE)
 
 
+def _of_store(path: Path) -> tuple[str, dict[str, Any]]:
+    """The page of a store, and how many cells of each status are on it."""
+    from shardwise.solver.report import catalogue_page
+    from shardwise.solver.store import load_store
+
+    cells = load_store(path)
+    counts = cells.status.value_counts()
+    statuses = {str(status): int(count) for status, count in counts.items() if count}
+    return catalogue_page(cells, str(path)), {"store": str(path), "cells": len(cells), "statuses": statuses}
+
+
+def _of_plan(path: Path) -> tuple[str, dict[str, Any]]:
+    """The page of a plan, and what it tells beyond the plan file."""
+    from shardwise.solver.report import report_page
+
+    saved, instance = _read(path)
+    text, evaluation = report_page(saved, instance)
+    return text, _document(saved, instance, evaluation)
+
+
 def _read(path: Path) -> tuple[Saved, Instance | None]:
     """A saved plan with its instance, every fault under the name of the file."""
     from shardwise.solver.saved import read_saved, saved_instance
@@ -105,7 +127,9 @@ def _document(saved: Saved, instance: Instance | None, evaluation: Any) -> dict[
 
     c = saved.certificate
     document: dict[str, Any] = {
-        "certificate": None if c is None else {"status": c.status, "value": c.value, "bound": c.bound, "gap": c.gap},
+        "certificate": None
+        if c is None
+        else {"status": c.status, "objective": c.objective, "value": c.value, "bound": c.bound, "gap": c.gap},
         "reason": list(saved.reason),
         "evaluation": None,
     }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwise.data.instance import Instance
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Degrees, Plan
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.pareto import Front
     from shardwise.solver.result import Result
@@ -320,14 +320,15 @@ def _title(instance: Instance) -> str:
 
 def degrees_in_words(plan: Plan) -> str:
     """The degrees on one line, those of 1 that are rarely more left out."""
-    d = plan.degrees
+    return f"{words_of_degrees(plan.degrees)} ({plan.degrees.devices} devices)"
+
+
+def words_of_degrees(d: Degrees) -> str:
+    """The degrees alone."""
     sequence = " sp" if d.sequence_parallel else ""
     others = [("cp", d.cp, 1), ("ep", d.ep, 1), ("etp", d.etp, d.tp), ("dp_replicate", d.dp_replicate, 1)]
     more = "".join(f"{name}={value} " for name, value, usual in others if value != usual)
-    return (
-        f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero} "
-        f"({d.devices} devices)"
-    )
+    return f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero}"
 
 
 def difference_in_words(other: Plan, best: Plan) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.data.instance import Instance
+    from shardwise.formulations.objective import ObjectiveName
 
 MAX_PLAN_BYTES = 64_000_000
 
@@ -80,11 +81,12 @@ def mistyped(value: Any, hint: Any, name: str, least: int = 1) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a search proved. `value` and `bound` are in seconds for the objective "step-time"."""
+    """What a search proved of its objective; `value` and `bound` are in the unit of that."""
 
     status: Status
     value: float | None
     bound: float | None
+    objective: ObjectiveName = "step-time"
 
     @property
     def gap(self) -> float | None:
@@ -95,11 +97,20 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A plan file or a result file. Without a plan `reason` says why; `search` is the report of the search."""
+    """A plan file or a result file. Without a plan `reason` says why; `search` is the report of the search.
+
+    best_share, expected_regret
+        Of the plan against its alternatives; those have their own.
+    recommended
+        0 for the plan, n for the n-th alternative; None where it is not known.
+    """
 
     plan: Plan | None
     certificate: Certificate | None = None
     alternatives: tuple[Alternative, ...] = ()
+    best_share: float | None = None
+    expected_regret: float | None = None
+    recommended: int | None = None
     reason: tuple[str, ...] = ()
     search: dict[str, Any] = field(default_factory=dict)
 
@@ -162,20 +173,35 @@ def _saved(document: Any) -> Saved:
     search = document.get("report", {})
     if not isinstance(search, dict):
         faults.append("report must be an object")
+    robust = document.get("robustness") or {}
+    if not isinstance(robust, dict):
+        faults.append("robustness must be an object")
+        robust = {}
+    share, regret = (_number(robust, key, "robustness.", faults) for key in ("best_share", "expected_regret"))
+    recommended = robust.get("recommended")
+    if recommended is not None and (type(recommended) is not int or not 0 <= recommended <= len(entries)):
+        faults.append(f"robustness.recommended={recommended!r:.40} must be 0 or count one of the alternatives")
     if faults:
         raise InputError(faults)
-    return Saved(plan, certificate, tuple(alternatives), tuple(reason), search)
+    return Saved(plan, certificate, tuple(alternatives), share, regret, recommended, tuple(reason), search)
 
 
 def _certificate(document: dict[str, Any], faults: list[str]) -> Certificate | None:
-    status = document.get("status")
+    from shardwise.formulations.objective import OBJECTIVES, Objective
+
+    status, objective = document.get("status"), document.get("objective", "step-time")
     value, bound = (_number(document, name, "", faults) for name in ("value", "bound"))
     if status not in get_args(Status):
         faults.append(f"status={status!r:.40} must be one of {', '.join(get_args(Status))}")
         return None
-    if value is not None and bound is not None and document.get("sense", "minimise") == "minimise" and bound > value:
-        faults.append(f"bound={bound} must not lie above value={value}")
-    return Certificate(status, value, bound)  # type: ignore[arg-type]
+    if objective not in OBJECTIVES:
+        faults.append(f"objective={objective!r:.40} must be one of {', '.join(OBJECTIVES)}")
+        return None
+    if value is not None and bound is not None:
+        rises = Objective(objective).sense == "maximise"
+        if bound < value if rises else bound > value:
+            faults.append(f"bound={bound} must not lie {'below' if rises else 'above'} value={value}")
+    return Certificate(status, value, bound, objective)  # type: ignore[arg-type]
 
 
 def _listed(document: dict[str, Any], name: str, faults: list[str]) -> list[Any]:

@@ -7,9 +7,9 @@ import hashlib
 from functools import lru_cache
 from importlib import resources
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from shardwise.data.faults import InputError
@@ -69,7 +69,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _without_plan(saved: Saved) -> tuple[Section, ...]:
-    proof = [] if saved.certificate is None else sections.proof(saved.certificate, 0.0)
+    proof = [] if saved.certificate is None else sections.proof(saved.certificate, None)
     reasons = items(list(saved.reason) or ["the file does not say why"])
     return (
         Section("headline", "Result", (*proof, Note("There is no plan, because:"), reasons)),
@@ -84,19 +84,27 @@ def _untold(saved: Saved) -> str:
 
 
 def _page(title: str, parts: tuple[Section, ...]) -> str:
-    template, style, script = _assets()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = template.render(
-        title=cut(title, 200), sections=parts, style=Markup(style), script=Markup(script), digest=digest, parts=PARTS
-    )
+    text = rendered("page", ("page.css",), ("sort.js",), title=title, sections=parts)
     if len(text.encode()) > MAX_PAGE_BYTES:
         raise InputError(f"the page would be larger than {MAX_PAGE_BYTES} bytes")
+    return text
+
+
+def rendered(name: str, styles: tuple[str, ...], scripts: tuple[str, ...], *, title: str, **values: Any) -> str:
+    """A template of the package with its styles and scripts in it. Only these files are let through unescaped."""
+    style, script = (Markup("".join(map(_asset, names))) for names in (styles, scripts))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = _environment().get_template(f"{name}.html.j2")
+    text = template.render(title=cut(title, 200), style=style, script=script, digest=digest, parts=PARTS, **values)
     return text.rstrip("\n")
 
 
+def _asset(name: str) -> str:
+    return (resources.files("shardwise.solver.report") / "templates" / name).read_text(encoding="utf-8")
+
+
 @lru_cache(maxsize=1)
-def _assets() -> tuple[Template, str, str]:
-    """The template, the styles and the script. Only these two files of the package are let through unescaped."""
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("shardwise.solver.report", "templates"),
         autoescape=True,
@@ -104,6 +112,5 @@ def _assets() -> tuple[Template, str, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    folder = resources.files("shardwise.solver.report") / "templates"
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "sort.js"))
-    return environment.get_template("page.html.j2"), style, script
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return environment

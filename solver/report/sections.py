@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.faults import InputError
 from shardwise.data.model import Moe
 from shardwise.data.profile import list_profiles, profile_document
+from shardwise.formulations.objective import Objective
 from shardwise.solver.binding import limits_of
 from shardwise.solver.crossings import crossings
 from shardwise.solver.render import degrees_in_words, difference_in_words, verdict_in_words
@@ -25,6 +26,7 @@ from shardwise.solver.report.blocks import (
 )
 from shardwise.solver.report.charts import bars, stacked
 from shardwise.solver.report.timeline import shown_stages, timeline
+from shardwise.solver.result import Alternative
 from shardwise.solver.simulate import simulate
 
 if TYPE_CHECKING:
@@ -40,6 +42,14 @@ MAX_SIMULATED = 400_000
 """Passes; more take longer than a page is worth."""
 MAX_MEMBERS = 16
 MAX_FAULTS = 20
+VALUED = {
+    "step-time": "step time",
+    "throughput-per-device": "tokens per second and device",
+    "energy": "energy a token at the wall",
+    "cost": "cost",
+    "devices": "devices",
+}
+MORE = {"minimise": "less", "maximise": "more"}
 MEANING = {
     "tp": "tensor parallel: every layer split",
     "pp": "pipeline stages",
@@ -66,7 +76,7 @@ def headline(instance: Instance, plan: Plan, evaluation: Evaluation, certificate
             )
         )
     else:
-        blocks += proof(certificate, e.step_time_s)
+        blocks += proof(certificate, _worth(certificate, instance, e))
     for mark, faults in (("illegal", e.faults), ("breaks a limit", e.limit_faults)):
         blocks += [Note(cut(fault), mark, "bad") for fault in faults[:MAX_FAULTS]]
         if len(faults) > MAX_FAULTS:
@@ -116,9 +126,20 @@ def headline(instance: Instance, plan: Plan, evaluation: Evaluation, certificate
     return Section("headline", "Result", (*blocks, *table("The plan in numbers", ("quantity", "value"), rows)))
 
 
-def proof(certificate: Certificate, step_time_s: float) -> list[Block]:
-    """What a search proved, and whether it speaks of this plan's time."""
+def _worth(certificate: Certificate, instance: Instance, evaluation: Evaluation) -> float | None:
+    """What the certificate's objective makes of the plan; a cost only with the price, which files do not hold."""
+    goal = Objective(certificate.objective)
+    if goal.name == "devices":
+        return evaluation.devices
+    if goal.name == "cost" or goal.faults(instance):
+        return None
+    return goal.value(instance, goal.seconds(instance, evaluation))
+
+
+def proof(certificate: Certificate, worth: float | None) -> list[Block]:
+    """What a search proved, and whether it speaks of this plan, which is `worth` so much where that is known."""
     c = certificate
+    goal = Objective(c.objective)
     words = {
         "OPTIMAL": ("proven optimal within the universe below", "good"),
         "FEASIBLE": ("a plan with a proven bound; the search did not close", "plain"),
@@ -128,15 +149,15 @@ def proof(certificate: Certificate, step_time_s: float) -> list[Block]:
     out: list[Block] = [Note(words[0], c.status, words[1])]  # type: ignore[arg-type]
     if c.value is not None and c.bound is not None and c.gap is not None:
         rows = [
-            (Cell("value"), number(c.value, f"{c.value:.4f} s", "value")),
-            (Cell("no plan is faster than"), number(c.bound, f"{c.bound:.4f} s", "bound")),
+            (Cell(VALUED[c.objective]), number(c.value, f"{c.value:,.5g} {goal.unit}", "value")),
+            (Cell(f"no plan has {MORE[goal.sense]} than"), number(c.bound, f"{c.bound:,.5g} {goal.unit}", "bound")),
             (Cell("gap"), number(c.gap, f"{100 * c.gap:.4f} %", "gap")),
         ]
         out += table("Certificate", ("quantity", "value"), rows)
-        if abs(c.value - step_time_s) > SAME * max(abs(c.value), step_time_s):
+        if worth is not None and abs(c.value - worth) > SAME * max(abs(c.value), abs(worth)):
             out.append(
                 Note(
-                    f"the certificate speaks of a step of {c.value:.6g} s, this plan is evaluated to {step_time_s:.6g} s: "
+                    f"the certificate speaks of {c.value:.6g} {goal.unit}, this plan is evaluated to {worth:.6g} {goal.unit}: "
                     "the file was edited, or written by another release",
                     "does not match",
                     "bad",
@@ -329,33 +350,56 @@ def _ranks(plan: Plan, level: int, member: int) -> str:
 
 
 ALTERNATIVES = (
-    "Other plans that the search met, none of them proven to be the next best; best in: share of draws of the profile's "
+    "The plan, and others that the search met, none of them proven to be the next best; best in: share of draws of the profile's "
     "constants in which a plan is the best of these; regret: how much worse than the best of them it is on the mean"
 )
 
 
 def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
-    """Plans that the search met, ties among them."""
+    """The plan among those that the search met: ties, and how sure the choice is."""
+    c = saved.certificate
+    if not saved.alternatives:
+        return Section("alternatives", "Alternatives", (Note("The file holds no alternatives."),))
+    known = c is not None and c.value is not None and c.objective != "step-time"
+    best, goal = (c.value if known else step_time_s), Objective(c.objective if c else "step-time")  # type: ignore[union-attr]
+    own = Alternative(plan, best or 0.0, False, saved.best_share, saved.expected_regret)
     rows = []
-    for other in saved.alternatives:
-        slower = other.value / step_time_s - 1
+    for index, other in enumerate((own, *saved.alternatives)):
+        against = other.value / best - 1 if best else 0.0
+        kind = "the plan" if index == 0 else "tie" if other.tie else "worse"
+        share, regret = other.best_share, other.expected_regret
         rows.append(
             (
-                Cell("tie" if other.tie else "slower"),
-                number(other.value, f"{other.value:.4f}"),
-                number(slower, "a tie" if other.tie else f"{100 * slower:+.2f} %"),
-                Cell("-") if other.best_share is None else number(other.best_share, f"{100 * other.best_share:.0f} %"),
-                Cell("-")
-                if other.expected_regret is None
-                else number(other.expected_regret, f"{100 * other.expected_regret:.2f} %"),
-                Cell(cut(difference_in_words(other.plan, plan))),
+                number(index, f"{index}{' *' if index == saved.recommended else ''}"),
+                Cell(kind),
+                number(other.value, f"{other.value:,.5g}"),
+                number(against, f"{100 * against:+.2f} %" if kind == "worse" else ""),
+                Cell("-") if share is None else number(share, f"{100 * share:.0f} %"),
+                Cell("-") if regret is None else number(regret, f"{100 * regret:.2f} %", "expected_regret"),
+                Cell(cut(degrees_in_words(plan) if index == 0 else difference_in_words(other.plan, plan))),
                 Cell(cut(f"{other.plan.schedule}; stages {' '.join(map(str, other.plan.chunk_layers))}", 200)),
             )
         )
-    if not rows:
-        return Section("alternatives", "Alternatives", (Note("The file holds no alternatives."),))
-    columns = ("kind", "step s", "against the plan", "best in", "regret", "plan", "schedule and layers by chunk")
-    return Section("alternatives", "Alternatives", table(ALTERNATIVES, columns, rows))
+    columns = (
+        "no.",
+        "kind",
+        goal.unit,
+        "against the plan",
+        "best in",
+        "regret",
+        "plan",
+        "schedule and layers by chunk",
+    )
+    said = () if saved.recommended is None else (Note(_recommended(saved), "recommended (*)"),)
+    return Section("alternatives", "Alternatives", (*said, *table(ALTERNATIVES, columns, rows)))
+
+
+def _recommended(saved: Saved) -> str:
+    if not saved.recommended:
+        return "the plan, which has the least expected regret too"
+    other = saved.alternatives[saved.recommended - 1].expected_regret
+    told = [f"{100 * regret:.2f} %" if regret is not None else "not known" for regret in (other, saved.expected_regret)]
+    return f"plan {saved.recommended}, not the best one: its expected regret is {told[0]}, that of the plan {told[1]}"
 
 
 def limits(instance: Instance, plan: Plan, evaluation: Evaluation) -> Section:
