@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of Ray and of what it leaves open
-        import ray
         from ray.cluster_utils import Cluster
+
+        ray: Any = importlib.import_module("ray")
 
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         own = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
