@@ -16,7 +16,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-map examples lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-catalogue bench-map examples lock clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -65,6 +65,10 @@ bench-map: $(STAMP)
 # What the commands of the documentation print, written into its pages; read the difference before you commit it.
 examples: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m tests.rewrite_examples
+
+# The shipped catalogue of cells solved twice, ten kills in the midst of a smaller one, and a store of 10,000 cells read.
+bench-catalogue: $(STAMP)
+	$(BIN)/python benchmarks/bench_catalogue.py
 
 # The versions that `make plan` and `make test` install, for review.
 lock:

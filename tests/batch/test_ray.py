@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of Ray and of what it leaves open
-        import ray
         from ray.cluster_utils import Cluster
 
+        ray: Any = importlib.import_module("ray")
+
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        own = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+        own: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         nodes = [own.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2)]
         own.wait_for_nodes()
         ray.init(address=own.address, log_to_driver=False)
