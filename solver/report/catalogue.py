@@ -178,11 +178,10 @@ def catalogue_page(cells: pd.DataFrame, store: str) -> str:
     data = {
         "cells": len(cells),
         "columns": columns,
-        "what": {c.name: c.what.replace("`", "") for c in COLUMNS} | {"degrees": "of the plan, those above 1"},
+        "what": {c.name: c.what.replace("`", "") for c in COLUMNS} | {"degrees": "of the plan, in words"},
         "table": TABLE,
         "figures": {figure.name: figure for figure in FIGURES},
         "searched": SEARCHED,
-        "store": name,
         "commands": _commands(name),
         "planned": PLANNED,
     }
@@ -191,8 +190,8 @@ def catalogue_page(cells: pd.DataFrame, store: str) -> str:
         ("page.css", "catalogue.css"),
         ("sort.js", "catalogue.js"),
         title=f"Catalogue {name}",
-        sections=(_overview(cells, name),),
-        parts_of_page=(("filters", "Filters"), ("matrix", "Matrix"), ("plot", "Plot"), ("cells", "Cells")),
+        sections=(_overview(cells),),
+        drawn=(("filters", "Filters"), ("matrix", "Matrix"), ("plot", "Plot"), ("cells", "Cells")),
         filters=tuple(_filters(columns)),
         axes=[
             (axis, title) for axis, title in AXES.items() if axis in ("model", "cluster") or _levels(columns, axis) > 1
@@ -323,23 +322,23 @@ def _commands(store: str) -> list[tuple[str, str]]:
     ]
 
 
-def _overview(cells: pd.DataFrame, store: str) -> Section:
+def _overview(cells: pd.DataFrame) -> Section:
     """What the store holds, before any filter."""
     if not len(cells):
         return Section("headline", "Result", (Note("The store holds no finished cell yet."),))
-    told = [
+    told = (
         f"{len(cells):,} cells: {_counted(cells, 'model', 'model')} on {_counted(cells, 'cluster', 'cluster')}, "
         f"{_counted(cells, 'objective', 'objective')}, finished from {cells.finished_at.min():%Y-%m-%d %H:%M} to "
         f"{cells.finished_at.max():%Y-%m-%d %H:%M} UTC in {cells.cpu_s.sum() / 3600:,.2f} core hours, written by shardwise "
         f"{', '.join(sorted(map(str, cells.shardwise.dropna().unique())))}."
-    ]
+    )
     statuses = Counter(map(str, cells.status))
     rows = [
         (Cell(status), number(statuses[status], f"{statuses[status]:,}", f"status_{status}"), Cell(meant))
         for status, meant in MEANT.items()
         if statuses[status]
     ]
-    blocks: list[Block] = [*map(Note, told), *table("Cells by status", ("status", "cells", "what it says"), rows)]
+    blocks: list[Block] = [Note(told), *table("Cells by status", ("status", "cells", "what it says"), rows)]
     binding = Counter(part for text in cells.binds.dropna() for part in text.split("; ") if part)
     reasons = Counter(f"{row.status}: {row.reason}" for row in cells[cells.reason.notna()].itertuples())
     for caption, column, counts in (

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.solver.cli import app
-from shardwise.solver.report import MAX_PAGE_BYTES, catalogue_page
+from shardwise.solver.report import MAX_PAGE_BYTES, catalogue, catalogue_page
 from shardwise.solver.report.catalogue import FIGURES, TABLE
 from shardwise.solver.store import COLUMNS, DATE, Store
 
@@ -185,6 +185,12 @@ def test_ten_thousand_cells_take_less_than_the_largest_page(many_page: str) -> N
     assert len(many_page.encode()) < MAX_PAGE_BYTES
 
 
+def test_a_page_that_would_be_too_large_is_refused(cells: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "MAX_CATALOGUE_BYTES", 10_000)
+    with pytest.raises(sw.InputError, match="store runs: the page of 20 cells would be larger than 10,000 bytes"):
+        catalogue_page(cells, "runs")
+
+
 def test_report_takes_a_store_and_a_cell_of_it(cells: pd.DataFrame, store: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     done = runner.invoke(
@@ -209,6 +215,7 @@ def test_an_empty_store_has_a_page_and_no_store_has_none(tmp_path: Path) -> None
     done = runner.invoke(app, ["report", str(tmp_path / "empty"), "-o", str(tmp_path / "i.html")])
     assert done.exit_code == 0, done.output
     assert "no finished cell yet" in (tmp_path / "i.html").read_text()
+    assert held((tmp_path / "i.html").read_text())["cells"] == 0
     (tmp_path / "other").mkdir()
     assert runner.invoke(app, ["report", str(tmp_path / "other"), "-o", str(tmp_path / "j.html")]).exit_code == 2
 
@@ -411,6 +418,10 @@ class TestInABrowser:
             else:
                 assert row.reason in told["said"]
                 assert "export" not in told["commands"]
+
+    def test_a_store_without_cells_is_drawn_too(self, cells: pd.DataFrame, tmp_path: Path) -> None:
+        found = driven(catalogue_page(cells[:0], "runs"), SET + "seen.end = [text('count'), text('page-of')]", tmp_path)
+        assert found == {"errors": [], "end": ["0 of 0 cells", "no rows"]}
 
     def test_a_phone_scrolls_tables_and_not_the_page(self, page: str, tmp_path: Path) -> None:
         assert driven(page, "seen.wide = document.documentElement.scrollWidth", tmp_path)["wide"] <= 500
