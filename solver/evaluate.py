@@ -452,8 +452,8 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
         for name, value in spent.items():
             causes[name] += value
         passes = layers * scale * time.both_s
-        host += passes - sum(spent.values())
-        causes["weight_gather"] += busy - passes
+        host += max(passes - sum(spent.values()), 0.0)  # below 0 by rounding alone
+        causes["weight_gather"] += max(busy - passes, 0.0)
         work += busy
         recompute += m * float(full[unit] * c.full[unit] + selective[unit] * c.selective[unit])
     optimizer, tail = optimizer_s(tables, plan, stage), float(timed.passes.tails[stage])
