@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.solver.solve import build_instance, solve
     from shardwise.solver.trace import chrome_trace
     from shardwise.solver.training_run import TrainingRun, training_run
+    from shardwise.solver.validate import Validation, validate
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,8 @@ _HOMES = {
     "chrome_trace": "shardwise.solver.trace",
     "TrainingRun": "shardwise.solver.training_run",
     "training_run": "shardwise.solver.training_run",
+    "Validation": "shardwise.solver.validate",
+    "validate": "shardwise.solver.validate",
 }
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "Stage",
     "Training",
     "TrainingRun",
+    "Validation",
     "__version__",
     "build_instance",
     "chrome_trace",
@@ -80,6 +84,7 @@ __all__ = [
     "simulate",
     "solve",
     "training_run",
+    "validate",
 ]
 
 
