@@ -133,8 +133,8 @@ def contradictions(raw: dict[str, Any]) -> Iterator[str]:
             yield "levels contradicts family: the family brings its levels; use groups to change them"
 
 
-def describe(error: Any) -> str:
-    """One finding of pydantic as `path=value: rule`."""
+def describe(error: Any, page: str = "docs/clusters.md") -> str:
+    """One finding of pydantic as `path=value: rule`; `page` lists the fields."""
     path = ""
     for part in error["loc"]:
         if part not in (_NAME, _TABLE):
@@ -142,7 +142,7 @@ def describe(error: Any) -> str:
     if error["type"] == "missing":
         return f"{path} is missing"
     if error["type"] == "extra_forbidden":
-        return f"{path} is not a field here; see docs/clusters.md for those there are"
+        return f"{path} is not a field here; see {page} for those there are"
     try:
         value = repr(error["input"])
     except ValueError:  # thousands of digits

@@ -35,7 +35,7 @@ PARTS = {part.__name__: part for part in (Attention, LinearAttention, Mamba, Mlp
 def instance_document(instance: Instance) -> dict[str, Any]:
     """Everything needed to build `instance` again, as plain lists, numbers and strings."""
     return {
-        "model": _model_document(instance.model),
+        "model": model_document(instance.model),
         "cluster": write_cluster_toml(instance.cluster),
         "workload": instance.workload.to_dict(),
         "rules": instance.rules.name,
@@ -67,7 +67,7 @@ def instance_from_document(document: Any) -> Instance:
         raise InputError(f"plan.instance cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _model_document(model: Model) -> dict[str, Any]:
+def model_document(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "family": model.family,

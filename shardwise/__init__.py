@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.data.model_catalog import load_model
     from shardwise.data.plan import Degrees, Placement, Plan, Stage
     from shardwise.data.workload import Training
+    from shardwise.solver.batch import BatchProgress, BatchResult, batch
     from shardwise.solver.collective import collective
     from shardwise.solver.evaluate import Evaluation, evaluate
     from shardwise.solver.fit import Fit, fit
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.solver.result import Progress, Result
     from shardwise.solver.simulate import Simulation, simulate
     from shardwise.solver.solve import build_instance, solve
+    from shardwise.solver.store import load_store, stored_result
     from shardwise.solver.trace import chrome_trace
     from shardwise.solver.training_run import TrainingRun, training_run
     from shardwise.solver.validate import Validation, validate
@@ -38,6 +40,9 @@ _HOMES = {
     "Plan": "shardwise.data.plan",
     "Stage": "shardwise.data.plan",
     "Training": "shardwise.data.workload",
+    "BatchProgress": "shardwise.solver.batch",
+    "BatchResult": "shardwise.solver.batch",
+    "batch": "shardwise.solver.batch",
     "collective": "shardwise.solver.collective",
     "Evaluation": "shardwise.solver.evaluate",
     "evaluate": "shardwise.solver.evaluate",
@@ -50,6 +55,8 @@ _HOMES = {
     "simulate": "shardwise.solver.simulate",
     "build_instance": "shardwise.solver.solve",
     "solve": "shardwise.solver.solve",
+    "load_store": "shardwise.solver.store",
+    "stored_result": "shardwise.solver.store",
     "chrome_trace": "shardwise.solver.trace",
     "TrainingRun": "shardwise.solver.training_run",
     "training_run": "shardwise.solver.training_run",
@@ -58,6 +65,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchProgress",
+    "BatchResult",
     "Degrees",
     "Evaluation",
     "Fit",
@@ -73,6 +82,7 @@ __all__ = [
     "TrainingRun",
     "Validation",
     "__version__",
+    "batch",
     "build_instance",
     "chrome_trace",
     "collective",
@@ -81,8 +91,10 @@ __all__ = [
     "fit",
     "load_cluster",
     "load_model",
+    "load_store",
     "simulate",
     "solve",
+    "stored_result",
     "training_run",
     "validate",
 ]

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.solver.cli_batch import batch_command
 from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_fit import fit_command
 from shardwise.solver.cli_report import compare_command, report_command
@@ -112,6 +113,7 @@ app.command("validate")(validate_command)
 app.command("calibrate")(calibrate_command)
 app.command("report")(report_command)
 app.command("compare")(compare_command)
+app.command("batch")(batch_command)
 
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="name[:nodes] of the catalogue, or a TOML file.")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from shardwise.data.faults import InputError
 from shardwise.data.plan import Plan
 from shardwise.solver.result import Alternative, Status, relative_gap
+from shardwise.solver.store import of_store, stored_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,12 @@ MAX_PLAN_BYTES = 64_000_000
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a file."""
+    """The plan of a file, or of a cell of a store."""
+    if of_store(path):
+        plan = _stored(path).plan
+        if plan is None:
+            raise InputError(f"{path}: the cell has no plan")
+        return plan
     return Plan.from_json(_text(path, "plan"))
 
 
@@ -99,13 +105,15 @@ class Saved:
 
 
 def read_saved(path: Path) -> Saved:
-    """A `plan.json`, or the document that `plan --json` wrote.
+    """A `plan.json`, the document that `plan --json` wrote, or a cell of a store, as STORE/CELL.
 
     Raises
     ------
     InputError
-        When it is neither, with every fault.
+        When it is none of them, with every fault.
     """
+    if of_store(path):
+        return _stored(path)
     try:
         document = json.loads(_text(path, "plan"))
     except (ValueError, RecursionError) as error:
@@ -114,6 +122,10 @@ def read_saved(path: Path) -> Saved:
         return _saved(document)
     except InputError as error:
         raise InputError([f"{path}: {fault}" for fault in error.faults]) from None
+
+
+def _stored(path: Path) -> Saved:
+    return _saved(stored_result(path.parent, path.name))
 
 
 def _saved(document: Any) -> Saved:
