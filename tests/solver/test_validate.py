@@ -124,7 +124,7 @@ def test_the_table_of_runs_keeps_a_row_that_cannot_be_modelled(tmp_path: Path) -
         "a_2,llama-3.1-8b,H100-SXM,8,8192,1,128,Megatron-LM,,,13.0\n"
     )
     table = validate(path).to_frame().set_index("id")
-    assert table.loc["a_1", ["tp", "dp", "devices"]].tolist() == [2, 4, 8]
+    assert table[["error", "left_out_error"]][~table.scored].isna().to_numpy().all()
     assert table.error["a_1"] == pytest.approx(table.predicted_step_time_s["a_1"] / 13.0 - 1)
     assert table.left_out_error.isna().all()
     assert "the layout is not known" in table.reason["a_2"]
