@@ -16,7 +16,7 @@ TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
 TORCH_VERSION := 2.13.0
 
-.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-catalogue bench-map examples lock clean
+.PHONY: plan test test-torch test-trace lint unit fuzz docs bench bench-fit bench-catalogue bench-map examples lock notebooks clean
 
 plan: $(STAMP)
 	$(BIN)/shardwise plan training llama-3.1-70b dgx-h100:8 --seq-len 8192 --global-batch 512 -o plan.json
@@ -38,8 +38,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The notebooks are executed with the tests, the longest jobs first. Workers fill the cores, so each computes with one thread.
+NOTEBOOKS := --nbmake --nbmake-timeout 600 notebooks
+
 unit: $(STAMP)
-	$(BIN)/pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(NOTEBOOKS) tests
+
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations 0 $(NOTEBOOKS)
 
 # The property tests with new examples each time; `make test` draws the same ones every time.
 fuzz: $(STAMP)

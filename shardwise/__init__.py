@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.solver.store import load_store, stored_result
     from shardwise.solver.trace import chrome_trace
     from shardwise.solver.training_run import TrainingRun, training_run
+    from shardwise.solver.validate import Validation, validate
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,8 @@ _HOMES = {
     "chrome_trace": "shardwise.solver.trace",
     "TrainingRun": "shardwise.solver.training_run",
     "training_run": "shardwise.solver.training_run",
+    "Validation": "shardwise.solver.validate",
+    "validate": "shardwise.solver.validate",
 }
 
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "Stage",
     "Training",
     "TrainingRun",
+    "Validation",
     "__version__",
     "batch",
     "build_instance",
@@ -92,6 +96,7 @@ __all__ = [
     "solve",
     "stored_result",
     "training_run",
+    "validate",
 ]
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.profile import profile_document
+from shardwise.data.profile import load_profile, profile_document
 from shardwise.data.rules import FREE, context_faults, expert_group_faults, tensor_faults
+from shardwise.data.runs import read_runs, shipped_runs
 from shardwise.formulations.memory_table import MemoryLines, MemoryTable, memory_table
 from shardwise.formulations.table import plan_table, step_times_s
 from shardwise.solver.evaluate import verdict_of
 from shardwise.solver.hierarchy import Timed, leave_one_source_out, timed_rows
 from shardwise.solver.measured import Planned, planned_runs
+from shardwise.solver.run_table import run_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    import pandas as pd
 
     from shardwise.data.runs import Run
 
@@ -86,18 +91,29 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """All of it. `overall` holds the figures over all sources by name."""
+    """All of it. `overall` holds the figures over all sources by name.
 
+    left_out_s
+        Seconds predicted for each run by constants that never saw its source; None where that was not asked for, or the
+        run is not scored.
+    """
+
+    runs: tuple[Run, ...]
     predictions: tuple[Prediction, ...]
+    left_out_s: tuple[float | None, ...]
     sources: tuple[SourceErrors, ...]
     sweeps: tuple[Sweep, ...]
     overall: dict[str, float]
     reasons: dict[str, int]
     constants: dict[str, int]
 
+    def to_frame(self) -> pd.DataFrame:
+        """One row per run, what was measured beside what is predicted: the columns of `solver.run_table.COLUMNS`."""
+        return run_table(self.runs, self.predictions, self.left_out_s)
+
 
 def validate(
-    runs: Sequence[Run],
+    rows: Sequence[Run] | str | PathLike[str] | None = None,
     *,
     profile: str | None = None,
     leave_out: bool = False,
@@ -107,19 +123,35 @@ def validate(
 
     Parameters
     ----------
+    rows
+        The path of a CSV of runs, or runs; those that ship with the package without it.
     profile
         Use this profile for every row, and not the one of the row's framework.
     leave_out
         Fit again without each source and report that error too: half a minute for a thousand rows.
+
+    Raises
+    ------
+    InputError
+        When the file cannot be read as a table of runs, or there is no such profile.
     """
-    planned = planned_runs(runs, profile)
+    if rows is None:
+        rows = shipped_runs()
+    elif isinstance(rows, (str, PathLike)):
+        rows = read_runs(fspath(rows))
+    if profile is not None:
+        load_profile(profile)
+    planned = planned_runs(rows, profile)
     predictions = predict(planned)
     timed = timed_rows(planned)
     left_out = leave_one_source_out(timed, progress) if leave_out and len(timed.measured_s) else None
+    left_s = iter(() if left_out is None else left_out.tolist())
     sources = _by_source(planned, predictions, timed, left_out)
     sweeps = _sweeps(planned, predictions)
     return Validation(
+        tuple(p.run for p in planned),
         tuple(predictions),
+        tuple(next(left_s, None) if p.timed else None for p in planned),
         tuple(sources),
         tuple(sweeps),
         _overall(planned, predictions, sources, sweeps, timed, left_out),

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from shardwise.data.faults import InputError
 from shardwise.data.runs import run_of, shipped_runs
 from shardwise.solver.evaluate import verdict_of
+from shardwise.solver.run_table import COLUMNS
 from shardwise.solver.validate import Validation, kendall_tau, validate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardwise.solver.validate import SourceErrors
 
 MOST_ERROR = 0.12
@@ -95,3 +99,40 @@ def test_rows_of_anyone_are_predicted_or_refused() -> None:
     assert result.predictions[1].predicted_step_time_s is None
     assert result.predictions[2].legal is False
     assert "tp=3" in (result.predictions[2].reason or "")
+
+
+def test_the_table_of_runs_holds_the_figures_of_the_validation() -> None:
+    found, table = shipped(), shipped().to_frame()
+    assert list(table.columns) == list(COLUMNS)
+    assert table.id.tolist() == [prediction.id for prediction in found.predictions]
+    scored = table[table.scored]
+    assert len(scored) == found.overall["rows_timed"]
+    assert scored.error.abs().mean() == pytest.approx(found.overall["time_mape_over_rows"])
+    assert scored.left_out_error.abs().mean() == pytest.approx(found.overall["left_out_mape_over_rows"])
+    assert table[~table.scored][["error", "left_out_error"]].isna().all(axis=None)
+    by_source = scored.left_out_error.abs().groupby(scored.source).mean()
+    assert by_source["aleph"] == pytest.approx(of_source("aleph").left_out_mape)
+    lost = table[table.ran_out_of_memory]
+    assert (~lost.predicted_fits).mean() == pytest.approx(found.overall["oom_caught"])
+
+
+def test_the_table_of_runs_keeps_a_row_that_cannot_be_modelled(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "id,model,gpu,n_gpus,seq_len,micro_batch,global_batch,framework,tp,pp,step_time_s\n"
+        "a_1,llama-3.1-8b,H100-SXM,8,8192,1,128,Megatron-LM,2,1,13.0\n"
+        "a_2,llama-3.1-8b,H100-SXM,8,8192,1,128,Megatron-LM,,,13.0\n"
+    )
+    table = validate(path).to_frame().set_index("id")
+    assert table[["error", "left_out_error"]][~table.scored].isna().to_numpy().all()
+    assert table.error["a_1"] == pytest.approx(table.predicted_step_time_s["a_1"] / 13.0 - 1)
+    assert table.left_out_error.isna().all()
+    assert "the layout is not known" in table.reason["a_2"]
+    assert table.loc["a_2", ["tp", "predicted_step_time_s", "predicted_fits", "devices"]].isna().all()
+
+
+def test_a_profile_or_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match="no-such"):
+        validate("no-such.csv")
+    with pytest.raises(InputError, match="no-such"):
+        validate([], profile="no-such")
