@@ -1,8 +1,8 @@
 """The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`, `memory_fraction<=0.9`.
 
-Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` and `schedule`
-take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
-variable are intersected; an empty intersection is a contradiction and reported as such.
+Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute`, `schedule` and
+`cp_comm_type` take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers
+may be. Limits on one variable are intersected; an empty intersection is a contradiction and reported as such.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.data.plan import CP_COMM_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +33,11 @@ INTEGER_VARIABLES = (
     "sequence_parallel",
     "devices",
 )
-NAMED: dict[str, tuple[str, ...]] = {"recompute": ("none", "selective", "full"), "schedule": SCHEDULES}
+NAMED: dict[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "schedule": SCHEDULES,
+    "cp_comm_type": CP_COMM_TYPES,
+}
 """Variables whose value is a word."""
 ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
 MAX_VALUE = 2**31
@@ -58,6 +63,7 @@ class Limits:
     ranges: dict[str, Range] = field(default_factory=dict)
     recompute: str | None = None
     schedule: str | None = None
+    cp_comm_type: str | None = None
     memory_gb: float = inf
     memory_fraction: float = 1.0
     text: tuple[str, ...] = ()
@@ -147,8 +153,8 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     ]
     if faults:
         raise InputError(faults)
-    recompute, schedule = (next(iter(named[name]), None) for name in ("recompute", "schedule"))
-    return Limits(ranges, recompute, schedule, memory_gb, memory_fraction, written)
+    recompute, schedule, cp_comm_type = (next(iter(named[name]), None) for name in NAMED)
+    return Limits(ranges, recompute, schedule, cp_comm_type, memory_gb, memory_fraction, written)
 
 
 def _number(value: str) -> float | None:

@@ -86,6 +86,7 @@ class BestCase:
     placement_table: PlacementTable
     factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
+    ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""

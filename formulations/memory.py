@@ -20,7 +20,9 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
 (M5) activations are scaled by what the software keeps beyond fused kernels, and by what the allocator holds on top
      (fragmentation); a fixed reserve stands for context and communicators. "Allocated" is without the last two,
      "reserved" without the reserve, "device" everything.
-(M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
+(M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one. Context parallelism by an all-gather holds
+     the keys and values of one layer whole and their gradients, Ulysses what it exchanges and its gradients; the pieces
+     that pass in a ring are not counted.
 (M7) in a pipeline FSDP2 keeps the stage's weights gathered, in 16 bits beside the shards, and its gradients whole until
      the last backward pass (torch distributed/pipelining/stage.py `backward_maybe_with_nosync`).
 (M8) under LoRA every weight of the model is frozen: 2 bytes whatever (M1) says, or 0.516 with NF4 for the projections of
@@ -48,13 +50,21 @@ from shardwise.data.adapters import adapts, is_adapted, is_projection
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.workload import FROZEN_BYTES, OPTIMIZER_STATE_BYTES
-from shardwise.formulations.layer_costs import ACTIVATION_BYTES, busiest, padded_vocab
+from shardwise.formulations.layer_costs import (
+    ACTIVATION_BYTES,
+    Sharding,
+    busiest,
+    context_parallel_bytes,
+    kv_heads_here,
+    padded_vocab,
+    sharding_of,
+    ulysses_bytes,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees
     from shardwise.data.workload import Training
-    from shardwise.formulations.layer_costs import Sharding
 
 MIB = 2**20
 WEIGHT_BYTES = 2
@@ -237,7 +247,7 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
         products += hidden / split
         inputs += hidden / split
         if isinstance(part, Attention):
-            heads, kv_heads = max(part.heads / tp, 1), max(part.kv_heads / tp, 1)
+            heads, kv_heads = max(part.heads / tp, 1), kv_heads_here(part, sharding)
             if part.latent is not None:
                 kv_heads = heads
                 values += (part.latent.q_rank or 0) + part.latent.kv_rank + part.latent.qk_rope_dim
@@ -340,10 +350,23 @@ def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
 
 def gather_buffer_bytes(instance: Instance, kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
     """(M6), and what (M9) holds of one matrix in 16 bits."""
-    unpacked = _unpacked_bytes(instance, degrees)
+    held = _unpacked_bytes(instance, degrees) + _context_bytes(instance, degrees)
     if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1 or degrees.pp > 1:
-        return unpacked
-    return unpacked + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
+        return held
+    return held + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
+
+
+def _context_bytes(instance: Instance, degrees: Degrees) -> float:
+    """(M6) of context parallelism."""
+    if degrees.cp_comm_type == "p2p":
+        return 0.0
+    sharding = sharding_of(degrees)
+    softmax = [kind for kind in instance.model.kinds if isinstance(kind.mixer, Attention)]
+    if degrees.cp_comm_type == "allgather":
+        sizes = [context_parallel_bytes(instance, kind, sharding) for kind in softmax]
+    else:
+        sizes = [sum(ulysses_bytes(instance, kind, sharding)) for kind in softmax]
+    return 2.0 * max(sizes, default=0.0)
 
 
 def _unpacked_bytes(instance: Instance, degrees: Degrees) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
-from shardwise.formulations.coefficients import sharding_of
+from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.memory import (
     MIB,
     activation_scale,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.formulations.coefficients import groups_of, sharding_of
+from shardwise.formulations.coefficients import groups_of
+from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import links_of

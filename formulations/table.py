@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, layout
-from shardwise.formulations.coefficients import TimeCoefficients, groups_of, sharding_of
-from shardwise.formulations.layer_costs import TERMS, LayerTerms
+from shardwise.formulations.coefficients import TimeCoefficients, groups_of
+from shardwise.formulations.layer_costs import TERMS, LayerTerms, sharding_of
 from shardwise.formulations.layer_time import exposed, layer_time, weight_gradient_s
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, links_of, pass_times, shape_of

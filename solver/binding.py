@@ -48,6 +48,7 @@ def _users(instance: Instance, plan: Plan) -> Iterator[Limit]:
         yield Limit(name, "user", stated, str(value), value in edges or value not in allowed)
     for name, wanted, own in (
         ("schedule", limits.schedule, {plan.schedule}),
+        ("cp_comm_type", limits.cp_comm_type, {plan.degrees.cp_comm_type}),
         ("recompute", limits.recompute, {stage.recompute for stage in plan.stages}),
     ):
         if wanted is not None:

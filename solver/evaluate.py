@@ -17,9 +17,9 @@ import numpy as np
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, Moe
 from shardwise.data.rules import plan_faults, plan_risks
-from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
+from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
-from shardwise.formulations.layer_costs import packed_keys
+from shardwise.formulations.layer_costs import packed_keys, sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
@@ -362,11 +362,13 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     """The user's limits that the plan breaks; the memory limit is part of capacity."""
     if not instance.limits.text:
         return []
-    degrees = {name: int(value) for name, value in asdict(plan.degrees).items()}
-    faults = instance.limits.faults(degrees | {"devices": plan.degrees.devices})
+    faults = instance.limits.faults(asdict(plan.degrees) | {"devices": plan.degrees.devices})
     schedule, wanted = instance.limits.schedule, instance.limits.recompute
     if schedule not in (None, plan.schedule):
         faults.append(f"schedule={plan.schedule} breaks the limit schedule={schedule}")
+    algorithm = instance.limits.cp_comm_type
+    if algorithm not in (None, plan.degrees.cp_comm_type):
+        faults.append(f"cp_comm_type={plan.degrees.cp_comm_type} breaks the limit cp_comm_type={algorithm}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
     elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):

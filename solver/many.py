@@ -55,9 +55,9 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     ----------
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
-        dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer, attention,
-        lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty takes the
-        default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
+        cp_comm_type, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
+        attention, lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty
+        takes the default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -122,6 +122,7 @@ def _planned(given: Cells, known: dict[tuple[Any, ...], _Known | InputError]) ->
         shared.instance,
         **{name: numbers[name] for name in DEGREES if name in numbers},
         sequence_parallel=_truth(given, "sequence_parallel"),
+        cp_comm_type=given.get("cp_comm_type"),
     )
     layers = numbers.get("recompute_layers")
     shape = {name: given[name] for name in SHAPE if name in given}

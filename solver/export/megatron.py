@@ -144,7 +144,7 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
         if d.ep > 1:
             flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
-        flags += [f"--context-parallel-size {d.cp}", "--cp-comm-type p2p"]
+        flags += [f"--context-parallel-size {d.cp}", f"--cp-comm-type {d.cp_comm_type}"]
     if d.dp_replicate > 1:
         flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:

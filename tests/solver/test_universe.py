@@ -29,7 +29,7 @@ from universe import (
 )
 
 from shardwise.data.pipeline import schedules_of
-from shardwise.data.plan import Degrees, Placement, Plan, Stage
+from shardwise.data.plan import CP_COMM_TYPES, Degrees, Placement, Plan, Stage
 from shardwise.data.workload import Training
 from shardwise.solver import close
 from shardwise.solver.close import new_solver
@@ -274,6 +274,7 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
             micro_batch=data.draw(st.sampled_from((1, 2, 3, 4))),
             zero=data.draw(st.integers(0, 3)),
             sequence_parallel=data.draw(st.booleans()),
+            cp_comm_type=data.draw(st.sampled_from(CP_COMM_TYPES)),
         )
         micro_batches = max(instance.workload.global_batch // (degrees.dp * degrees.micro_batch), 1)
         possible = splits(layers, degrees.pp, degrees.vpp)

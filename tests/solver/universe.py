@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.data.pipeline import Schedule
-    from shardwise.data.plan import RankOrder
+    from shardwise.data.plan import CpCommType, RankOrder
     from shardwise.data.profile import Profile
 
 THOROUGH = bool(os.environ.get("SHARDWISE_THOROUGH"))
@@ -216,11 +216,12 @@ LIMITS = (
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
-    "schedule=interleaved-1f1b", "schedule=dualpipe-v",
+    "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
 )  # fmt: skip
 SHRINKING = (
-    "vpp<=3", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1", "dp_replicate=1",
-    "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
+    "vpp<=3", "cp_comm_type=p2p", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1",
+    "dp_replicate=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1",
+    "pp<=2", "tp=1", "pp=1",
 )  # fmt: skip
 DEEP = (
     "cp=1",
@@ -441,7 +442,8 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
     )
     sizes = range(1, devices + 1)
     for tp, cp in itertools.product(sizes, sizes):
-        if tp * cp > devices or not divides(instance, tp) or not divides_context(instance, tp, cp):
+        algorithms = [] if tp * cp > devices or not divides(instance, tp) else ways_of_context(instance, tp, cp)
+        if not algorithms:
             continue
         for pp, dp in itertools.product(sizes, sizes):
             if tp * cp * pp * dp > devices or (pp > 1 and pack_of(instance) == "accelerate"):
@@ -451,14 +453,14 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                     continue
                 if vpp > 1 and pp == 1:
                     continue
-                for (zero, sp), (ep, etp) in itertools.product(
-                    itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp)
+                for (zero, sp), (ep, etp), algorithm in itertools.product(
+                    itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp), algorithms
                 ):
                     if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
                     if not may_shard(instance, zero, tp, cp, pp, dp):
                         continue
-                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp)
+                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, cp_comm_type=algorithm)
                     if within_limits(instance, degrees):
                         yield degrees, batch // (micro_batch * dp)
 
@@ -507,27 +509,33 @@ def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]
     ]
 
 
-def divides_context(instance: Instance, tp: int, cp: int) -> bool:
-    """The rows of docs/rules.md on what context parallelism divides."""
+def ways_of_context(instance: Instance, tp: int, cp: int) -> list[CpCommType]:
+    """The rows of docs/rules.md on context parallelism: the algorithms that its degree may have."""
     if cp == 1:
-        return True
-    ring, heads, kv_heads = instance.workload.seq_len % (2 * cp) == 0, instance.workload.seq_len % cp == 0, True
-    for kind in instance.model.layers:
-        if isinstance(kind.mixer, Attention):
-            here = max(kind.mixer.kv_heads // tp, 1)
-            heads = heads and kind.mixer.heads % (tp * cp) == 0
-            kv_heads = kv_heads and (here % cp == 0 or cp % here == 0)
-    if not {"mindspeed": ring or heads, "deepspeed": heads and kv_heads}.get(pack_of(instance), ring):
-        return False
+        return ["p2p"]
+    pack, seq_len = pack_of(instance), instance.workload.seq_len
+    halves, whole = seq_len % (2 * cp) == 0, seq_len % cp == 0
+    ring, gather, ulysses = pack != "deepspeed" and halves, pack != "deepspeed" and halves, whole
+    if pack in ("torchtitan", "accelerate"):
+        ulysses = False
+    if pack == "megatron-core":
+        ulysses = halves
     for kind in instance.model.layers:
         mixer = kind.mixer
+        if isinstance(mixer, Attention):
+            here = max(mixer.kv_heads // tp, 1)
+            several = {"megatron-core": here % cp == 0, "mindspeed": True}.get(pack, here % cp == 0 or cp % here == 0)
+            ulysses = ulysses and mixer.heads % (tp * cp) == 0 and several
+            if pack == "megatron-core" and mixer.window:
+                ring = False
         if isinstance(mixer, Mamba):
             if mixer.heads is None or mixer.heads % (tp * cp):
-                return False
+                return []
             groups = max(mixer.groups // tp, 1)
             if groups % cp != 0 and cp % groups != 0:
-                return False
-    return True
+                return []
+    accepted: dict[CpCommType, bool] = {"p2p": ring, "allgather": gather, "a2a": ulysses}
+    return [name for name, legal in accepted.items() if legal]
 
 
 def has_experts(instance: Instance) -> bool:
@@ -535,7 +543,9 @@ def has_experts(instance: Instance) -> bool:
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:
-    """All but the limit on dp_replicate, which `replicas` keeps."""
+    """All but the limits on dp_replicate and the schedule, which `replicas` and `corners` keep."""
+    if instance.limits.cp_comm_type not in (None, degrees.cp_comm_type):
+        return False
     return all(
         allowed.low <= int(getattr(degrees, name)) <= allowed.high
         for name, allowed in instance.limits.ranges.items()
@@ -730,7 +740,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         per_stage.append((stage.recompute_layers, selective))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
-        (d.devices, d.pp, d.tp, d.cp, d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
+        (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
+        (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
         (d.micro_batch, (1, 0, 2, 3).index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),
