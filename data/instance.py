@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
@@ -58,6 +59,7 @@ class Instance:
                 f"workload.seq_len={self.workload.seq_len} exceeds max_position_embeddings={positions}, "
                 "which are learned positions"
             )
+        faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)
 
@@ -69,6 +71,10 @@ class Instance:
     def levels(self) -> tuple[Link, ...]:
         """The link of each level, innermost first."""
         return tuple(links[0] for links in self.cluster.links)
+
+    def free_nodes(self, blocks: tuple[int, ...]) -> int:
+        """Nodes that a placement with these `blocks` leaves free."""
+        return len(self.cluster.leaves) - prod(blocks[1:])
 
     @property
     def memory_limit_bytes(self) -> int:

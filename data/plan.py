@@ -235,6 +235,12 @@ class Plan:
         return tuple(self.stages[stage].chunks[row] for stage, row in self.layout.places)
 
     @property
+    def layer_stages(self) -> tuple[int, ...]:
+        """The stage of every layer."""
+        where = zip(self.layout.places, self.chunk_layers, strict=True)
+        return tuple(stage for (stage, _), layers in where for _ in range(layers))
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """First layer of every chunk in network order, and the number of layers at the end."""
         out = [0]

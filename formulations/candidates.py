@@ -8,9 +8,10 @@
      parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The schedule is
      one of the pack's that the pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
-(N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does not
-     exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along
-     the devices gives. Placements that differ by an automorphism of the cluster are one.
+(N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does
+     not exceed the members there (`Cluster.capacity`), with the nodes kept free that a limit asks for. A pack with
+     linear ranks admits those that numbering the ranks along the devices gives. Placements that differ by an
+     automorphism of the cluster are one.
 (N4) With ZeRO, states are shared by all dp ranks, or by those that lie together below some level and replicated over the
      rest (HSDP): dp_replicate is 1, or the product of the dp factors from one level outwards, or what a limit asks for, of
      these what the rules' replica checks admit.
@@ -384,6 +385,8 @@ class PlacementTable:
                 if order == "tp-pp-dp" and rules.linear_ranks and not together:
                     continue
                 placement = Placement(tp, pp, dp, order, cp)
+                if not self.instance.limits.admits("free_nodes", self.instance.free_nodes(placement.blocks)):
+                    break
                 if not rules.linear_ranks or is_linear(placement):
                     yield placement
                     break

@@ -182,6 +182,9 @@ def plan_training(
     profile: ProfileOption = None,
     fix: FixOption = None,
     limit: LimitOption = None,
+    keep_free: Annotated[
+        int | None, typer.Option("--keep-free", min=0, help="Nodes that the plan leaves free.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", help="CP-SAT workers.")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -218,7 +221,8 @@ def plan_training(
 
         of_run = None if tokens is None and "cost" in (objective, pareto) else price
         with with_terms(tokens, of_run, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
-            instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
+            kept = [] if keep_free is None else [f"free_nodes>={keep_free}"]
+            instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or []), *kept])
         front = None
         if pareto is not None:
             front = pareto_front(

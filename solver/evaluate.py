@@ -362,7 +362,8 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     """The user's limits that the plan breaks; the memory limit is part of capacity."""
     if not instance.limits.text:
         return []
-    faults = instance.limits.faults(asdict(plan.degrees) | {"devices": plan.degrees.devices})
+    used = {"devices": plan.degrees.devices, "free_nodes": instance.free_nodes(plan.placement.blocks)}
+    faults = instance.limits.faults(asdict(plan.degrees) | used) + instance.limits.stage_faults(plan.layer_stages)
     schedule, wanted = instance.limits.schedule, instance.limits.recompute
     if schedule not in (None, plan.schedule):
         faults.append(f"schedule={plan.schedule} breaks the limit schedule={schedule}")

@@ -357,6 +357,11 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         low = limits.range(name).low
         if low > devices:
             reasons.append(f"{name}>={low} asks for more devices than the {devices} of cluster {instance.cluster.name}")
+    nodes = len(instance.cluster.leaves)
+    if limits.range("free_nodes").low >= nodes:
+        reasons.append(
+            f"free_nodes>={limits.range('free_nodes').low} leaves none of the {nodes} nodes of cluster {instance.cluster.name}"
+        )
     batch = instance.workload.global_batch
     for name in ("dp", "micro_batch"):
         allowed = limits.range(name)
@@ -381,6 +386,8 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         return (
             f"no plan has a step of at most {search.longest_s:g} s, the deadline, within the memory and the limits",
         )
+    if limits.pinned or limits.together:
+        return ("no plan that fits the memory has its layers where the limits put them: " + ", ".join(limits.text),)
     return (memory_reason(search),)
 
 

@@ -217,6 +217,8 @@ LIMITS = (
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
     "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
+    "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
+    "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
 )  # fmt: skip
 SHRINKING = (
     "vpp<=3", "cp_comm_type=p2p", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1",
@@ -269,7 +271,8 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
     )
     rules = draw(st.sampled_from(PACKS)) + draw(st.sampled_from(("", "", "+free-chunks")))
     model, profile = draw(models()), draw(profiles())
-    limits = draw(st.lists(st.sampled_from(LIMITS), max_size=2, unique=True))
+    own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
+    limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
     def build(limits: list[str], memory_bytes: int) -> Instance:
@@ -330,6 +333,8 @@ class Corner:
     def plans(self, instance: Instance) -> Iterator[Plan]:
         d = self.degrees
         for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks):
+            if not pinned(instance, chunks, d.pp, self.schedule):
+                continue
             stages = chunks_by_stage(chunks, d.pp, self.schedule)
             for setting in recompute_settings(instance, stages):
                 yield Plan(
@@ -339,6 +344,17 @@ class Corner:
                     self.micro_batches,
                     schedule=self.schedule,
                 )
+
+
+def pinned(instance: Instance, chunks: tuple[int, ...], pp: int, schedule: str) -> bool:
+    """Whether the layers lie where the limits want them."""
+    on: list[int] = []
+    for i, layers in enumerate(chunks):
+        folded = schedule in ("zb-v", "dualpipe-v") and i >= pp
+        on += [2 * pp - 1 - i if folded else i % pp] * layers
+    return all(allowed.low <= on[layer] <= allowed.high for layer, allowed in instance.limits.pinned.items()) and all(
+        on[one] == on[other] for one, other in instance.limits.together
+    )
 
 
 def chunks_by_stage(chunks: tuple[int, ...], pp: int, schedule: str) -> list[tuple[int, ...]]:
@@ -365,6 +381,7 @@ def count_plans(instance: Instance, enough: int) -> int:
             per_shape[key] = sum(
                 _count_settings(instance, chunks_by_stage(chunks, d.pp, corner.schedule))
                 for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks)
+                if pinned(instance, chunks, d.pp, corner.schedule)
             )
         total += per_shape[key]
         if total > enough:
@@ -543,13 +560,13 @@ def has_experts(instance: Instance) -> bool:
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:
-    """All but the limits on dp_replicate and the schedule, which `replicas` and `corners` keep."""
+    """All but the limits on dp_replicate, nodes, layers and the schedule, which are kept elsewhere."""
     if instance.limits.cp_comm_type not in (None, degrees.cp_comm_type):
         return False
     return all(
         allowed.low <= int(getattr(degrees, name)) <= allowed.high
         for name, allowed in instance.limits.ranges.items()
-        if name != "dp_replicate"
+        if name not in ("dp_replicate", "free_nodes")
     )
 
 
@@ -643,6 +660,9 @@ def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
         blocks = tuple(prod(own) for own in zip(tp, cp, pp, dp, strict=True))
         if not holds(instance.cluster.root, blocks):
             continue
+        free = instance.limits.range("free_nodes")
+        if not free.low <= nodes(instance.cluster.root) - prod(blocks[1:]) <= free.high:
+            continue
         orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
         alike = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
         if alike and pack_of(instance) in ("megatron-core", "mindspeed"):
@@ -691,6 +711,10 @@ def reached(tp: tuple[int, ...], cp: tuple[int, ...], pp: tuple[int, ...], dp: t
 
 def _depth(domain: Domain) -> int:
     return 1 + _depth(domain.children[0]) if domain.children else 0
+
+
+def nodes(domain: Domain) -> int:
+    return sum(nodes(child) for child in domain.children) if domain.children else 1
 
 
 def device_count(domain: Domain) -> int:
