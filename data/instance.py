@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules
+from shardwise.data.rules import MEGATRON_CORE, Rules, mtp_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -59,6 +59,7 @@ class Instance:
                 f"workload.seq_len={self.workload.seq_len} exceeds max_position_embeddings={positions}, "
                 "which are learned positions"
             )
+        faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
         faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)

@@ -48,6 +48,8 @@ class Rules:
     ulysses_kv
         What cp does to the key/value heads of a device under Ulysses: it divides them, or is a "multiple" of them too, or
         "any".
+    mtp
+        Multi-token prediction can be trained.
     transformer_engine
         Attention under context parallelism is that of Transformer Engine, with its own rules.
     joint_sequence
@@ -80,6 +82,7 @@ class Rules:
     zigzag: bool = True
     ulysses_kv: Literal["divides", "multiple", "any"] = "divides"
     transformer_engine: bool = False
+    mtp: bool = False
     joint_sequence: bool = False
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
@@ -97,6 +100,7 @@ MEGATRON_CORE = Rules(
     experts_need_sequence_parallel=True,
     context=("p2p", "allgather", "a2a"),
     transformer_engine=True,
+    mtp=True,
 )
 TORCHTITAN = Rules(
     name="torchtitan",
@@ -175,6 +179,7 @@ FREE = Rules(
     context=("p2p", "allgather", "a2a"),
     zigzag=False,
     ulysses_kv="multiple",
+    mtp=True,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -266,6 +271,19 @@ def expert_faults(rules: Rules, model: Model, tp: int, sequence_parallel: bool) 
     if rules.experts_need_sequence_parallel and experts and tp > 1 and not sequence_parallel:
         return [f"tp={tp} with experts needs sequence_parallel=true"]
     return []
+
+
+def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
+    """Multi-token prediction: the pack has it, the model so many modules, and its last layer is what they repeat (Megatron
+    core/models/gpt/gpt_layer_specs.py, `get_gpt_mtp_block_spec`)."""
+    if not modules:
+        return []
+    faults = [] if rules.mtp else [f"mtp_layers={modules}: {rules.name} trains no multi-token prediction"]
+    if modules > model.mtp_depth:
+        faults.append(f"mtp_layers={modules}: {model.name} has {model.mtp_depth} multi-token-prediction modules")
+    elif not isinstance(model.layers[-1].mixer, Attention) or model.layers[-1].ffn is None:
+        faults.append(f"mtp_layers={modules}: the last layer of {model.name} is no transformer layer")
+    return faults
 
 
 def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:

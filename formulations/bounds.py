@@ -432,7 +432,7 @@ def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> Kind
     instance = best.tables.instance
     kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
     layers = (unit * int(n) for n, unit in zip(best.tables.kind_counts, kinds, strict=True))
-    return sum((*layers, *end_units(instance, shape.tp, with_tied_copy=tied)), KindParams(0, 0))
+    return sum((*layers, *end_units(instance, shape.tp, shape.ep, shape.etp, with_tied_copy=tied)), KindParams(0, 0))
 
 
 def _divides(shape: GridShape, dp: int) -> bool:

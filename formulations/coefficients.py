@@ -225,7 +225,7 @@ class CostTables:
         times, terms = self.times(sharding, groups), self.terms(sharding, groups)
         scale = straggling(instance, degrees.devices)
         apart = tied_copy(instance, degrees.pp, schedule)
-        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        ends = end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         params = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = self.group_rates(degrees, placement, schedule)
         units, tails = [], []
@@ -307,7 +307,7 @@ class CostTables:
         instance, tp = self.instance, degrees.tp
         sharding = sharding_of(degrees)
         activations = self.activations(sharding)
-        embedding, head = end_units(instance, tp, with_tied_copy=apart)
+        embedding, head = end_units(instance, tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         kinds = self.kind_params(tp, degrees.ep, degrees.etp)
         return MemoryCoefficients(
             state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),

@@ -45,6 +45,10 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      compute the whole S x S matrix and mask it (K4) gain nothing. Context parallelism is taken to split each document
      evenly, as Megatron's thd format does (Transformer Engine attention); where it splits the sequence instead, the
      busiest rank has up to c times the mean, so that the core takes at most c times as long as (L2) says.
+(L13) a module of multi-token prediction (DeepSeek-AI, arXiv 2412.19437, section 2.2; Megatron
+     core/transformer/multi_token_prediction.py) runs behind the last layer, beside the head: a lookup of the next tokens,
+     two norms, the matrix 2h -> h, a layer like the last one, a norm, and the head and its loss again. It is counted as
+     part of the head, with three more pairs of collectives by (L5): of the lookup, of 2h -> h and of the head.
 """
 
 from __future__ import annotations
@@ -196,23 +200,32 @@ def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute:
     """Terms of all layer kinds, embedding and head; `compute` has those of `compute_terms`."""
     once = _tensor_parallel_time_s(instance, sharding, groups)
     turns = _collectives(sharding)
-    kinds = []
-    for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True):
-        outputs = row_outputs(kind, sharding.spread)
-        total = terms + LayerTerms(
-            tensor_forward=outputs * once,
-            tensor_backward=outputs * once,
-            launches=outputs * turns,
-            collectives=outputs * turns,
-        )
-        if sharding.cp > 1 and kind.mixer is not None:
-            total += context_terms(instance, kind, sharding, groups)
-        if sharding.spread and isinstance(kind.ffn, Moe):
-            total += _expert_exchange(instance, kind.ffn, sharding, groups)
-        kinds.append(total)
+    kinds = tuple(
+        terms + _communication(instance, kind, sharding, groups, once)
+        for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True)
+    )
     end = LayerTerms(tensor_forward=once, tensor_backward=once, launches=turns, collectives=turns)
     start = replace(end, tensor_backward=0.0) if instance.workload.frozen else end
-    return ShardTerms(tuple(kinds), compute.embedding + start, compute.head + end)
+    head = compute.head + end
+    for _ in range(instance.workload.mtp_layers):
+        head += _communication(instance, instance.model.layers[-1], sharding, groups, once) + end + end + end
+    return ShardTerms(kinds, compute.embedding + start, head)
+
+
+def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups, once: float) -> LayerTerms:
+    """(L5)-(L7) of one layer; `once` is the communication of one row-parallel output."""
+    outputs, turns = row_outputs(kind, sharding.spread), _collectives(sharding)
+    total = LayerTerms(
+        tensor_forward=outputs * once,
+        tensor_backward=outputs * once,
+        launches=outputs * turns,
+        collectives=outputs * turns,
+    )
+    if sharding.cp > 1 and kind.mixer is not None:
+        total += context_terms(instance, kind, sharding, groups)
+    if sharding.spread and isinstance(kind.ffn, Moe):
+        total += _expert_exchange(instance, kind.ffn, sharding, groups)
+    return total
 
 
 def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
@@ -563,6 +576,29 @@ def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:
 
 
 def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
+    """(L8), (L13)."""
+    total = _output(instance, sharding)
+    for _ in range(instance.workload.mtp_layers):
+        total += _prediction(instance, sharding)
+    return total
+
+
+def _prediction(instance: Instance, sharding: Sharding) -> LayerTerms:
+    """(L13) of one module, without communication."""
+    tokens, hidden = _tokens(instance, sharding), instance.model.hidden
+    local_tokens, fused = tokens / sharding.tp if sharding.sequence_parallel else tokens, instance.workload.fused_norm
+    norms = _traffic(instance, 2 * NORM_VALUES[fused] * local_tokens * hidden)
+    return (
+        _embedding(instance, sharding)
+        + norms
+        + LayerTerms(launches=2 * NORM_LAUNCHES[fused] + 2)
+        + _matrix(instance, tokens, max(hidden // sharding.tp, 1), 2 * hidden)
+        + _layer(instance, instance.model.layers[-1], sharding)
+        + _output(instance, sharding)
+    )
+
+
+def _output(instance: Instance, sharding: Sharding) -> LayerTerms:
     """(L8) Final norm, output matrix and cross entropy."""
     tokens = _tokens(instance, sharding)
     width = padded_vocab(instance.model.vocab, sharding.tp) // sharding.tp

@@ -137,7 +137,12 @@ class MemoryLines:
     def _of_degrees(self, degrees: Degrees, sharding: Sharding, schedule: str) -> _Held:
         tables, instance = self.tables, self.tables.instance
         kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
-        units = [*kinds, *end_units(instance, degrees.tp, with_tied_copy=tied_copy(instance, degrees.pp, schedule))]
+        units = [
+            *kinds,
+            *end_units(
+                instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=tied_copy(instance, degrees.pp, schedule)
+            ),
+        ]
         memory, scale = tables.memory(degrees, schedule), activation_scale(instance)
         _, largest, logits = self._kept(sharding)
         return _Held(

@@ -56,7 +56,7 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
     units = zip(
         (*terms.kinds, terms.embedding, terms.head),
         (*times.kinds, times.embedding, times.head),
-        (*held, *end_units(instance, degrees.tp, with_tied_copy=apart)),
+        (*held, *end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)),
         strict=True,
     )
     for unit, (term, own, params) in enumerate(units):

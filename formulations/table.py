@@ -157,7 +157,7 @@ class UnitTimes:
         shard = tables.terms(sharding_of(degrees), groups_of(instance, degrees, placement))
         terms = [[getattr(unit, name) for name in TERMS] for unit in (*shard.kinds, shard.embedding, shard.head)]
         apart = tied_copy(instance, degrees.pp, schedule)
-        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        ends = end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         params = [*tables.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = tables.group_rates(degrees, placement, schedule)
         layers = len(params) - 2

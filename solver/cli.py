@@ -44,6 +44,7 @@ from shardwise.solver.cli_workload import (
     LoraRankOption,
     MeanDocumentOption,
     ModelArgument,
+    MtpOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
@@ -166,6 +167,7 @@ def plan_training(
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
     expert_imbalance: ImbalanceOption = None,
+    mtp_layers: MtpOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -213,7 +215,7 @@ def plan_training(
         {"seq_len": seq_len, "global_batch": global_batch, **kinds}
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
-        | routing_fields(expert_imbalance)
+        | routing_fields(expert_imbalance, mtp_layers)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -306,6 +308,7 @@ def evaluate_command(
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
     expert_imbalance: ImbalanceOption = None,
+    mtp_layers: MtpOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -380,7 +383,7 @@ def evaluate_command(
         seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
-    workload |= routing_fields(expert_imbalance)
+    workload |= routing_fields(expert_imbalance, mtp_layers)
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:

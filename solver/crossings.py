@@ -167,7 +167,7 @@ def _sync(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     dense = spans_of(group_of(placement.dp, placement.cp), instance.levels)
     around = spans_of(group_of(placement.tp, placement.cp, placement.dp), instance.levels)
     same = split_spans(around, d.ep * d.etp)[1] if sharding_of(d).spread else dense
-    ends = sum(end_units(instance, d.tp), KindParams(0, 0)) * (d.pp == 1)
+    ends = sum(end_units(instance, d.tp, d.ep, d.etp), KindParams(0, 0)) * (d.pp == 1)
     for name, count, frozen, once, spans, replicate in (
         ("", params.dense, params.frozen, ends.gathered_bytes, dense, d.dp_replicate),
         (" of experts", params.expert, params.frozen_expert, 0, same, d.expert_dp // d.expert_dp_shard),

@@ -26,7 +26,7 @@ from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, T
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import load_rules
+from shardwise.data.rules import load_rules, mtp_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -251,6 +251,7 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"lora_rank": 16, "lora_modules": "attention"},
     {"lora_rank": 64, "base_precision": "nf4"},
     {"lengths": ((100, 3), (700, 1))},
+    {"mtp_layers": 1},
 )
 """Adapters and packing, each in one instance of a few."""
 
@@ -260,7 +261,11 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
     """An instance of at most `most` plans; its memory limit is drawn from what its own plans need."""
     sizes, links = draw(clusters())
     batch = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 64)))
-    tuned = draw(st.sampled_from(TUNINGS))
+    model, profile, tuned = draw(models()), draw(profiles()), draw(st.sampled_from(TUNINGS))
+    if "mtp_layers" in tuned:
+        model = replace(model, mtp_depth=1)
+        if mtp_faults(load_rules("free"), model, 1):
+            tuned = {}
     workload = Training(
         draw(st.sampled_from((512, 1000, 2048, 4096))),
         batch,
@@ -269,8 +274,8 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         attention=draw(st.sampled_from(("flash", "unfused"))),
         **tuned,
     )
-    rules = draw(st.sampled_from(PACKS)) + draw(st.sampled_from(("", "", "+free-chunks")))
-    model, profile = draw(models()), draw(profiles())
+    packs = [name for name in PACKS if not mtp_faults(load_rules(name), model, workload.mtp_layers)]
+    rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
