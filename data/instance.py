@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules
+from shardwise.data.rules import MEGATRON_CORE, Rules, mtp_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -69,6 +70,8 @@ class Instance:
                 f"workload.seq_len={self.workload.seq_len} exceeds max_position_embeddings={positions}, "
                 "which are learned positions"
             )
+        faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
+        faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)
 
@@ -81,6 +84,10 @@ class Instance:
     def levels(self) -> tuple[Link, ...]:
         """The link of each level, innermost first."""
         return tuple(links[0] for links in self.cluster.links)
+
+    def free_nodes(self, blocks: tuple[int, ...]) -> int:
+        """Nodes that a placement with these `blocks` leaves free."""
+        return len(self.cluster.leaves) - prod(blocks[1:])
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -1,8 +1,10 @@
 """The user's limits: `tp=8`, `pp<=4`, `recompute=full`, `memory_gb<=70`, `memory_fraction<=0.9`.
 
-Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute` and `schedule`
-take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers may be. Limits on one
-variable are intersected; an empty intersection is a contradiction and reported as such.
+Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute`, `schedule` and
+`cp_comm_type` take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers
+may be. `stage[40]=3` or `stage[40]<=1` pins a layer to stages, both counted from 0, and `stage[10]=stage[12]` two layers,
+with those between them where a stage has one chunk, to one stage. `free_nodes>=2` keeps nodes free. Limits on one variable
+are intersected; an empty intersection is a contradiction and reported as such.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.data.plan import CP_COMM_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,13 +34,19 @@ INTEGER_VARIABLES = (
     "dp_replicate",
     "sequence_parallel",
     "devices",
+    "free_nodes",
 )
-NAMED: dict[str, tuple[str, ...]] = {"recompute": ("none", "selective", "full"), "schedule": SCHEDULES}
+NAMED: dict[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "schedule": SCHEDULES,
+    "cp_comm_type": CP_COMM_TYPES,
+}
 """Variables whose value is a word."""
 ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
 MAX_VALUE = 2**31
 
-_FORM = re.compile(r"\s*([A-Za-z_-]+)\s*(<=|>=|==|=|<|>)\s*([A-Za-z0-9_.+-]+)\s*")
+_STAGE = r"stage\[(\d{1,6})\]"
+_FORM = re.compile(rf"\s*([A-Za-z_-]+|{_STAGE})\s*(<=|>=|==|=|<|>)\s*({_STAGE}|[A-Za-z0-9_.+-]+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user allows. `text` keeps the limits as written, for messages and reports."""
+    """What the user allows. `text` keeps the limits as written, for messages and reports.
+
+    pinned, together
+        The stages that a layer may be on, and pairs of layers that are on one stage.
+    """
 
     ranges: dict[str, Range] = field(default_factory=dict)
     recompute: str | None = None
     schedule: str | None = None
+    cp_comm_type: str | None = None
     memory_gb: float = inf
     memory_fraction: float = 1.0
+    pinned: dict[int, Range] = field(default_factory=dict)
+    together: tuple[tuple[int, int], ...] = ()
     text: tuple[str, ...] = ()
 
     def range(self, variable: str) -> Range:
@@ -73,9 +89,30 @@ class Limits:
         out = []
         for variable, allowed in self.ranges.items():
             if variable in values and values[variable] not in allowed:
-                stated = ", ".join(text for text in self.text if variable_of(text) == variable)
-                out.append(f"{variable}={values[variable]} breaks the limit {stated}")
+                out.append(f"{variable}={values[variable]} breaks the limit {self._stated(variable)}")
         return out
+
+    def stage_faults(self, stages: tuple[int, ...]) -> list[str]:
+        """Every limit on layers that their `stages` break."""
+        out = [
+            f"layer {layer} is on stage {stages[layer]}, which breaks the limit {self._stated(f'stage[{layer}]')}"
+            for layer, allowed in self.pinned.items()
+            if stages[layer] not in allowed
+        ]
+        return out + [
+            f"layers {one} and {other} are on stages {stages[one]} and {stages[other]}, which breaks the limit "
+            f"stage[{one}]=stage[{other}]"
+            for one, other in self.together
+            if stages[one] != stages[other]
+        ]
+
+    def layer_faults(self, layers: int) -> list[str]:
+        """Layers that a model of so many has not."""
+        named = {*self.pinned, *(layer for pair in self.together for layer in pair)}
+        return [f"limit on stage[{q}]: the model has layers 0 to {layers - 1}" for q in sorted(named) if q >= layers]
+
+    def _stated(self, variable: str) -> str:
+        return ", ".join(text for text in self.text if variable_of(text) == variable)
 
 
 def variable_of(text: str) -> str | None:
@@ -97,6 +134,8 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     """
     faults: list[str] = []
     ranges: dict[str, Range] = {}
+    pinned: dict[int, Range] = {}
+    together: list[tuple[int, int]] = []
     named: dict[str, set[str]] = {name: set() for name in NAMED}
     memory_gb, memory_fraction = inf, 1.0
     written = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
@@ -108,8 +147,20 @@ def parse_limits(texts: Iterable[str]) -> Limits:
                 f"limit {text!r} cannot be read: write variable, =, <=, >=, < or >, and a value, such as pp<=8"
             )
             continue
-        sign, value = match[2], match[3]
-        if variable in NAMED:
+        sign, value = match[3], match[4]
+        if match[2] is not None and match[5] is not None:
+            if sign not in ("=", "=="):
+                faults.append(f"limit {text!r}: two layers take = to be on one stage")
+            else:
+                together.append((int(match[2]), int(match[5])))
+        elif match[2] is not None:
+            if not re.fullmatch(r"\d{1,10}", value):
+                faults.append(f"limit {text!r}: a layer takes the number of a stage, or another layer as stage[N]")
+            else:
+                pinned[int(match[2])] = _narrow(pinned.get(int(match[2]), Range()), sign, int(value))
+        elif match[5] is not None:
+            faults.append(f"limit {text!r}: only a layer, stage[N], takes the stage of another")
+        elif variable in NAMED:
             if sign not in ("=", "==") or value not in NAMED[variable]:
                 faults.append(f"limit {text!r}: {variable} takes = and one of {', '.join(NAMED[variable])}")
             else:
@@ -134,9 +185,10 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             else:
                 ranges[variable] = _narrow(ranges.get(variable, Range()), sign, int(value))
         else:
-            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb", "memory_fraction"))
+            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb", "memory_fraction", "stage[LAYER]"))
             faults.append(f"limit {text!r}: unknown variable {variable!r}; known are {known}")
-    for variable, allowed in ranges.items():
+    every = {**ranges, **{f"stage[{layer}]": allowed for layer, allowed in pinned.items()}}
+    for variable, allowed in every.items():
         if allowed.low > allowed.high:
             stated = ", ".join(text for text in written if variable_of(text) == variable)
             faults.append(f"limits on {variable} contradict each other: {stated}")
@@ -147,8 +199,10 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     ]
     if faults:
         raise InputError(faults)
-    recompute, schedule = (next(iter(named[name]), None) for name in ("recompute", "schedule"))
-    return Limits(ranges, recompute, schedule, memory_gb, memory_fraction, written)
+    recompute, schedule, cp_comm_type = (next(iter(named[name]), None) for name in NAMED)
+    return Limits(
+        ranges, recompute, schedule, cp_comm_type, memory_gb, memory_fraction, pinned, tuple(together), written
+    )
 
 
 def _number(value: str) -> float | None:

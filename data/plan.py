@@ -16,6 +16,10 @@ MAX_DEGREE = 2**20
 
 Recompute = Literal["none", "selective", "full"]
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
+CpCommType = Literal["p2p", "allgather", "a2a"]
+CP_COMM_TYPES: tuple[CpCommType, ...] = ("p2p", "allgather", "a2a")
+"""How context parallelism brings queries and keys together, in Megatron's words: pieces of keys and values in a ring, all
+of them gathered, or the sequence exchanged for heads (Ulysses)."""
 
 AXES = ("tp", "pp", "dp")
 """The axes that the search spreads over the levels of the cluster; `cp` is placed between tp and dp where it is given."""
@@ -43,6 +47,8 @@ class Degrees:
     dp_replicate
         Groups that each hold a whole copy (HSDP, or a distributed optimizer within groups): ZeRO shards over
         `dp_shard` = dp / dp_replicate ranks and the groups all-reduce among each other.
+    cp_comm_type
+        The algorithm of context parallelism; "p2p", whatever is said, where there is none.
     ep, etp
         Experts are spread `ep` ways and each split `etp` ways within the tp x cp x dp ranks of a stage
         (Megatron core/parallel_state.py); an `etp` of 0 becomes tp, Megatron's default.
@@ -65,6 +71,7 @@ class Degrees:
     ep: int = 1
     etp: int = 0
     dp_replicate: int = 1
+    cp_comm_type: CpCommType = "p2p"
 
     def __post_init__(self) -> None:
         if self.etp == 0 and not isinstance(self.etp, bool):
@@ -76,6 +83,10 @@ class Degrees:
         ]
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             faults.append(f"degrees.zero={self.zero!r} must be 0, 1, 2 or 3")
+        if self.cp_comm_type not in CP_COMM_TYPES:
+            faults.append(f"degrees.cp_comm_type={self.cp_comm_type!r} must be one of {', '.join(CP_COMM_TYPES)}")
+        elif self.cp == 1:
+            object.__setattr__(self, "cp_comm_type", "p2p")
         if not isinstance(self.sequence_parallel, bool):
             faults.append(f"degrees.sequence_parallel={self.sequence_parallel!r} must be true or false")
         if not faults:
@@ -250,6 +261,12 @@ class Plan:
     def chunk_layers(self) -> tuple[int, ...]:
         """Layers of every chunk in network order."""
         return tuple(self.stages[stage].chunks[row] for stage, row in self.layout.places)
+
+    @property
+    def layer_stages(self) -> tuple[int, ...]:
+        """The stage of every layer."""
+        where = zip(self.layout.places, self.chunk_layers, strict=True)
+        return tuple(stage for (stage, _), layers in where for _ in range(layers))
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -20,11 +20,7 @@ from shardwise.data.pipeline import micro_batch_faults
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardwise.data.plan import Degrees, Placement, Plan, RankOrder
-
-Context = Literal["ring", "ulysses", "ulysses-kv"]
-"""How context parallelism runs attention: pieces of the sequence in a ring, or an exchange of sequence for heads, with or
-without a rule of its own on key/value heads."""
+    from shardwise.data.plan import CpCommType, Degrees, Placement, Plan, RankOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,16 @@ class Rules:
     kv_replicas
         Key/value heads are replicated where tp is a multiple of them.
     context
-        Algorithms of context parallelism; one of them has to accept the plan.
+        Algorithms of context parallelism, the one that is taken where none is asked for first.
+    zigzag
+        Every algorithm splits the sequence into 2 cp pieces, not the ring and the gather alone.
+    ulysses_kv
+        What cp does to the key/value heads of a device under Ulysses: it divides them, or is a "multiple" of them too, or
+        "any".
+    mtp
+        Multi-token prediction can be trained.
+    transformer_engine
+        Attention under context parallelism is that of Transformer Engine, with its own rules.
     joint_sequence
         With sequence and context parallelism each of the 2 cp pieces splits tp ways.
     expert_split
@@ -73,7 +78,11 @@ class Rules:
     sharded_pipelines: bool = False
     unsharded: Literal["any", "alone", "none"] = "any"
     kv_replicas: bool = True
-    context: tuple[Context, ...] = ("ring",)
+    context: tuple[CpCommType, ...] = ("p2p",)
+    zigzag: bool = True
+    ulysses_kv: Literal["divides", "multiple", "any"] = "divides"
+    transformer_engine: bool = False
+    mtp: bool = False
     joint_sequence: bool = False
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
@@ -89,6 +98,9 @@ MEGATRON_CORE = Rules(
     linear_ranks=True,
     interleave_group_is_pp=True,
     experts_need_sequence_parallel=True,
+    context=("p2p", "allgather", "a2a"),
+    transformer_engine=True,
+    mtp=True,
 )
 TORCHTITAN = Rules(
     name="torchtitan",
@@ -104,6 +116,7 @@ TORCHTITAN = Rules(
     sharded_pipelines=True,
     unsharded="none",
     kv_replicas=False,
+    context=("p2p", "allgather"),
     joint_sequence=True,
     expert_split="1",
 )
@@ -119,7 +132,9 @@ DEEPSPEED = Rules(
     experts_need_sequence_parallel=False,
     without=("vpp", "sequence_parallel", "dp_replicate"),
     kv_replicas=False,
-    context=("ulysses-kv",),
+    context=("a2a",),
+    zigzag=False,
+    ulysses_kv="multiple",
 )
 ACCELERATE = Rules(
     name="accelerate",
@@ -135,6 +150,7 @@ ACCELERATE = Rules(
     without=("pp", "vpp", "ep", "sequence_parallel"),
     unsharded="alone",
     kv_replicas=False,
+    context=("p2p", "allgather"),
     expert_split="tp",
 )
 MINDSPEED = replace(
@@ -142,7 +158,10 @@ MINDSPEED = replace(
     name="mindspeed",
     version="028de58ca6",
     schedules=("1f1b", "interleaved-1f1b", "dualpipe-v"),
-    context=("ring", "ulysses"),
+    context=("p2p", "allgather", "a2a"),
+    zigzag=False,
+    ulysses_kv="any",
+    transformer_engine=False,
     strict_dualpipe=True,
 )
 FREE = Rules(
@@ -157,6 +176,10 @@ FREE = Rules(
     experts_need_sequence_parallel=False,
     evaluated_schedules=("dualpipe",),
     sharded_pipelines=True,
+    context=("p2p", "allgather", "a2a"),
+    zigzag=False,
+    ulysses_kv="multiple",
+    mtp=True,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -248,6 +271,19 @@ def expert_faults(rules: Rules, model: Model, tp: int, sequence_parallel: bool) 
     if rules.experts_need_sequence_parallel and experts and tp > 1 and not sequence_parallel:
         return [f"tp={tp} with experts needs sequence_parallel=true"]
     return []
+
+
+def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
+    """Multi-token prediction: the pack has it, the model so many modules, and its last layer is what they repeat (Megatron
+    core/models/gpt/gpt_layer_specs.py, `get_gpt_mtp_block_spec`)."""
+    if not modules:
+        return []
+    faults = [] if rules.mtp else [f"mtp_layers={modules}: {rules.name} trains no multi-token prediction"]
+    if modules > model.mtp_depth:
+        faults.append(f"mtp_layers={modules}: {model.name} has {model.mtp_depth} multi-token-prediction modules")
+    elif not isinstance(model.layers[-1].mixer, Attention) or model.layers[-1].ffn is None:
+        faults.append(f"mtp_layers={modules}: the last layer of {model.name} is no transformer layer")
+    return faults
 
 
 def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:
@@ -342,45 +378,75 @@ def is_even(chunks: tuple[int, ...]) -> bool:
     return not middle or (all(a >= b for a, b in itertools.pairwise(middle)) and middle[0] - middle[-1] <= 1)
 
 
-def context_faults(rules: Rules, model: Model, tp: int, cp: int, seq_len: int) -> list[str]:
-    """One algorithm of context parallelism accepts the model and the sequence, and the heads of recurrent layers split
+def context_faults(
+    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType = "p2p"
+) -> list[str]:
+    """The pack has the algorithm, which takes the model and the sequence, and the heads of recurrent layers split
     (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
     if cp == 1:
         return []
-    by_algorithm = [list(dict.fromkeys(_algorithm_faults(name, model, tp, cp, seq_len))) for name in rules.context]
-    faults = [", or ".join(" and ".join(own) for own in by_algorithm)] if all(by_algorithm) else []
+    if cp_comm_type not in rules.context:
+        return [f"cp_comm_type={cp_comm_type} is not one of {', '.join(rules.context)} ({rules.name})"]
+    faults = (*_recurrent_faults(model, tp, cp), *_algorithm_faults(rules, model, tp, cp, seq_len, cp_comm_type))
+    return list(dict.fromkeys(faults))
+
+
+def context_algorithm(rules: Rules, model: Model, tp: int, cp: int, seq_len: int) -> CpCommType:
+    """The algorithm that a plan has where none is asked for: the pack's first that accepts it, or its first."""
+    accepted = (name for name in rules.context if not context_faults(rules, model, tp, cp, seq_len, name))
+    return next(accepted, rules.context[0])
+
+
+def _recurrent_faults(model: Model, tp: int, cp: int) -> Iterable[str]:
     for kind in model.kinds:
         mixer = kind.mixer
         if isinstance(mixer, LinearAttention):
             for name, heads in (("key", mixer.key_heads), ("value", mixer.value_heads)):
                 if heads % (tp * cp):
-                    faults.append(f"tp x cp = {tp * cp} does not divide linear_num_{name}_heads={heads}")
+                    yield f"tp x cp = {tp * cp} does not divide linear_num_{name}_heads={heads}"
         elif isinstance(mixer, Mamba) and mixer.heads is None:
-            faults.append(f"cp={cp} is not possible with Mamba-1 layers, which have no heads to split")
+            yield f"cp={cp} is not possible with Mamba-1 layers, which have no heads to split"
         elif isinstance(mixer, Mamba) and mixer.heads is not None:
             groups = max(mixer.groups // tp, 1)
             if mixer.heads % (tp * cp):
-                faults.append(f"tp x cp = {tp * cp} does not divide mamba_num_heads={mixer.heads}")
+                yield f"tp x cp = {tp * cp} does not divide mamba_num_heads={mixer.heads}"
             if groups % cp and cp % groups:
-                faults.append(f"cp={cp} neither divides nor is a multiple of mamba n_groups={mixer.groups} / tp={tp}")
-    return list(dict.fromkeys(faults))
+                yield f"cp={cp} neither divides nor is a multiple of mamba n_groups={mixer.groups} / tp={tp}"
 
 
-def _algorithm_faults(name: Context, model: Model, tp: int, cp: int, seq_len: int) -> Iterable[str]:
-    """A ring splits a causal sequence into 2 cp pieces (arguments.py L1336; MindSpeed context_parallel_feature.py L41);
-    Ulysses splits the sequence and the heads (MindSpeed ulysses_context_parallel.py L29-33; DeepSpeed
-    runtime/sequence_parallel/ulysses_sp.py L147-150, L706)."""
-    pieces = 2 * cp if name == "ring" else cp
+def _algorithm_faults(
+    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType
+) -> Iterable[str]:
+    """A ring and a gather split a causal sequence into 2 cp pieces (arguments.py L1336; MindSpeed
+    context_parallel_feature.py L41); Ulysses splits the sequence and the heads (MindSpeed ulysses_context_parallel.py
+    L29-33; DeepSpeed runtime/sequence_parallel/ulysses_sp.py L147-150, L706). Transformer Engine
+    pytorch/attention/dot_product_attention/context_parallel.py, `attn_forward_func_with_cp`: sliding windows not in a ring,
+    keys and values of different widths (MLA) in nothing else; `AttnFuncWithCPAndQKVOA2A`: cp divides both kinds of heads."""
+    pieces = cp if cp_comm_type == "a2a" and not rules.zigzag else 2 * cp
     if seq_len % pieces:
         yield f"cp={cp} needs seq_len={seq_len} to be a multiple of {pieces}"
-    for mixer in (kind.mixer for kind in model.kinds if name != "ring"):
+    for mixer in (kind.mixer for kind in model.kinds):
         if not isinstance(mixer, Attention):
             continue
-        if mixer.heads % (tp * cp):
-            yield f"tp x cp = {tp * cp} does not divide num_attention_heads={mixer.heads}"
-        kv_heads = max(mixer.kv_heads // tp, 1)
-        if name == "ulysses-kv" and kv_heads % cp and cp % kv_heads:
-            yield f"cp={cp} neither divides nor is a multiple of num_key_value_heads={mixer.kv_heads} / tp={tp}"
+        if rules.transformer_engine and mixer.window and cp_comm_type == "p2p":
+            yield f"cp_comm_type=p2p does not take a sliding window of {mixer.window}: use allgather or a2a"
+        if rules.transformer_engine and mixer.head_dim != mixer.v_head_dim and cp_comm_type != "p2p":
+            yield f"cp_comm_type={cp_comm_type} does not take keys of {mixer.head_dim} with values of {mixer.v_head_dim}: use p2p"
+        if cp_comm_type == "a2a":
+            yield from _ulysses_faults(rules, mixer, tp, cp)
+
+
+def _ulysses_faults(rules: Rules, mixer: Attention, tp: int, cp: int) -> Iterable[str]:
+    if mixer.heads % (tp * cp):
+        yield f"tp x cp = {tp * cp} does not divide num_attention_heads={mixer.heads}"
+    if mixer.latent is not None:
+        return
+    kv_heads = max(mixer.kv_heads // tp, 1)
+    stated = f"num_key_value_heads={mixer.kv_heads} / tp={tp}"
+    if rules.ulysses_kv == "divides" and kv_heads % cp:
+        yield f"cp={cp} does not divide {stated}, as cp_comm_type=a2a requires"
+    elif rules.ulysses_kv == "multiple" and kv_heads % cp and cp % kv_heads:
+        yield f"cp={cp} neither divides nor is a multiple of {stated}"
 
 
 def sequence_faults(rules: Rules, tp: int, cp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
@@ -491,7 +557,7 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if plan.schedule == "interleaved-1f1b":
         faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
-    faults += context_faults(rules, model, d.tp, d.cp, seq_len)
+    faults += context_faults(rules, model, d.tp, d.cp, seq_len, d.cp_comm_type)
     faults += sequence_faults(rules, d.tp, d.cp, d.sequence_parallel, seq_len)
     faults += expert_group_faults(rules, model, d.tp, d.ep, d.etp)
     faults += schedule_faults(rules, model, plan.schedule, d.cp)

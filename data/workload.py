@@ -33,6 +33,7 @@ MAX_BATCH = 2**24
 MAX_RANK = 2**14
 MAX_LENGTHS = 10_000
 MAX_IMBALANCE = 1000
+MAX_MTP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Training:
     `expert_imbalance` is how many times the mean the busiest rank of an expert-parallel group receives: 1 with balanced
     routing; all ranks wait for the busiest, and it holds as much more.
 
+    `mtp_layers` multi-token-prediction modules are trained behind the last layer, none where it is 0.
+
     Raises
     ------
     ValueError
@@ -72,6 +75,7 @@ class Training:
     base_precision: BasePrecision = "16bit"
     lengths: Sequence[tuple[float, float]] | None = None
     expert_imbalance: float = 1.0
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         faults = []
@@ -81,6 +85,16 @@ class Training:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 faults.append(f"workload.{name}={value!r} must be a whole number between 1 and {most}")
+        if (
+            isinstance(self.mtp_layers, bool)
+            or not isinstance(self.mtp_layers, int)
+            or not 0 <= self.mtp_layers <= MAX_MTP
+        ):
+            faults.append(f"workload.mtp_layers={self.mtp_layers!r} must be a whole number between 0 and {MAX_MTP}")
+        elif self.mtp_layers and self.lora_rank is not None:
+            faults.append(
+                f"workload.mtp_layers={self.mtp_layers} with lora_rank={self.lora_rank}: adapters train without"
+            )
         faults += [
             f"workload.{name}={getattr(self, name)!r} must be true or false"
             for name in ("fused_norm", "fp32_gradients")
@@ -138,10 +152,11 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing and imbalance where there are none."""
+        """The fields, without those of adapters, packing, imbalance and multi-token prediction where there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
+        unused += [] if self.mtp_layers else ["mtp_layers"]
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property

@@ -87,6 +87,7 @@ class BestCase:
     factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
     known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
+    ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
@@ -443,7 +444,7 @@ def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> Kind
     instance = best.tables.instance
     kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
     layers = (unit * int(n) for n, unit in zip(best.tables.kind_counts, kinds, strict=True))
-    return sum((*layers, *end_units(instance, shape.tp, with_tied_copy=tied)), KindParams(0, 0))
+    return sum((*layers, *end_units(instance, shape.tp, shape.ep, shape.etp, with_tied_copy=tied)), KindParams(0, 0))
 
 
 def _divides(shape: GridShape, dp: int) -> bool:

@@ -1,16 +1,17 @@
 """Candidates: every legal tuple of degrees, and the placements of each.
 
-(N1) tp ranges over the degrees that the rules' tensor checks admit, cp over the divisors of the sequence length that its
-     own checks do; ep over the divisors of the number of experts and etp over 1 and tp, with ep etp dividing tp cp dp and
-     both as the pack allows; pp x vpp over the pipelines of at most L + 2 chunks, or 1 where the pack has none; dp over
-     the divisors of the global batch B and micro_batch over those of B / dp; zero over the pack's stages with the replicas
-     and pipelines that it allows them, 2 and 3 only where cp dp > 1; sequence parallelism is on or off for tp > 1 where tp
-     divides the sequence length, or what cp leaves of it. The schedule is one of the pack's that the pipeline, the
-     micro-batches (data/pipeline.py) and the pack's own conditions can run.
+(N1) tp ranges over the degrees that the rules' tensor checks admit, cp over the divisors of the sequence length, with
+     each algorithm of the pack that its own checks do; ep over the divisors of the number of experts and etp over 1 and
+     tp, with ep etp dividing tp cp dp and both as the pack allows; pp x vpp over the pipelines of at most L + 2 chunks,
+     or 1 where the pack has none; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero
+     over the pack's stages with the replicas and pipelines that it allows them, 2 and 3 only where cp dp > 1; sequence
+     parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The schedule is
+     one of the pack's that the pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
-(N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does not
-     exceed the members there (`Cluster.capacity`). A pack with linear ranks admits those that numbering the ranks along
-     the devices gives. Placements that differ by an automorphism of the cluster are one.
+(N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does
+     not exceed the members there (`Cluster.capacity`), with the nodes kept free that a limit asks for. A pack with
+     linear ranks admits those that numbering the ranks along the devices gives. Placements that differ by an
+     automorphism of the cluster are one.
 (N4) With ZeRO, states are shared by all dp ranks, or by those that lie together below some level and replicated over the
      rest (HSDP): dp_replicate is 1, or the product of the dp factors from one level outwards, or what a limit asks for, of
      these what the rules' replica checks admit.
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from shardwise.data.model import Moe
 from shardwise.data.pipeline import SCHEDULES, layout, schedules_of
-from shardwise.data.plan import Degrees, Placement, Plan
+from shardwise.data.plan import CP_COMM_TYPES, Degrees, Placement, Plan
 from shardwise.data.rules import (
     absent_faults,
     context_faults,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.pipeline import Layout
-    from shardwise.data.plan import Stage
+    from shardwise.data.plan import CpCommType, Stage
 
 Column = npt.NDArray[np.int64]
 Split = tuple[int, ...]
@@ -75,10 +76,11 @@ class GridShape:
     sequence_parallel: bool
     zero: int
     schedule: str
+    cp_comm_type: CpCommType
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
-        return Sharding(self.tp, micro_batch, self.sequence_parallel, self.cp, self.ep, self.etp)
+        return Sharding(self.tp, micro_batch, self.sequence_parallel, self.cp, self.ep, self.etp, self.cp_comm_type)
 
     def degrees(self, pp: int, vpp: int, dp: int, micro_batch: int) -> Degrees:
         """Degrees of this shape."""
@@ -93,6 +95,7 @@ class GridShape:
             cp=self.cp,
             ep=self.ep,
             etp=self.etp,
+            cp_comm_type=self.cp_comm_type,
         )
 
 
@@ -154,15 +157,16 @@ class Candidate:
 
     @cached_property
     def tie_key(self) -> tuple[int, ...]:
-        """Fewer devices, then a shorter pipeline, less tensor and context parallelism, fewer chunks, schedules as
-        `SCHEDULES` lists them, smaller micro-batches, ZeRO-1 before 0, 2 and 3, sequence parallelism before none, experts
-        spread less, fewer replicas, then the placement that packs the inner levels fullest with the faster axes."""
+        """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as
+        `CP_COMM_TYPES` lists them, fewer chunks, schedules as `SCHEDULES` does, smaller micro-batches, ZeRO-1 before 0,
+        2 and 3, sequence parallelism before none, experts spread less, fewer replicas, then the placement that packs
+        the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
-            d.devices, d.pp, d.tp, d.cp, d.vpp, SCHEDULES.index(self.schedule), d.micro_batch, ZERO_ORDER.index(d.zero),
-            -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate, *(-block for block in p.blocks), *packing,
-            int(p.rank_order == "tp-pp-dp"),
+            d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.vpp, SCHEDULES.index(self.schedule),
+            d.micro_batch, ZERO_ORDER.index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
+            *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
 
@@ -184,7 +188,7 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
     schedules = [name for name in rules.schedules if limits.schedule in (None, name)]
     runs = {name: _runs(name, pipelines, batches[:, 2], instance) for name in schedules}
     for tp in tensor_degrees(instance, devices):
-        for cp, schedule in product(context_degrees(instance, tp, devices // tp), schedules):
+        for (cp, algorithms), schedule in product(context_degrees(instance, tp, devices // tp), schedules):
             if schedule_faults(rules, instance.model, schedule, cp):
                 continue
             used = tp * cp * replicas
@@ -192,14 +196,21 @@ def enumerate_grids(instance: Instance) -> Iterator[Grid]:
             rows, columns = np.nonzero(legal)
             if len(rows):
                 every = _columns(pipelines[rows], batches[columns])
-                yield from _grids(instance, tp, cp, schedule, every)
+                yield from _grids(instance, tp, cp, algorithms, schedule, every)
 
 
 def _columns(pipelines: Column, batches: Column) -> tuple[Column, ...]:
     return (*pipelines.T, *batches.T)
 
 
-def _grids(instance: Instance, tp: int, cp: int, schedule: str, columns: tuple[Column, ...]) -> Iterator[Grid]:
+def _grids(
+    instance: Instance,
+    tp: int,
+    cp: int,
+    algorithms: tuple[CpCommType, ...],
+    schedule: str,
+    columns: tuple[Column, ...],
+) -> Iterator[Grid]:
     """The grids of one (tp, cp, schedule), whose rows are `columns` where no other degree forbids them."""
     limits, rules = instance.limits, instance.rules
     pp, _, dp, _, _ = columns
@@ -218,8 +229,9 @@ def _grids(instance: Instance, tp: int, cp: int, schedule: str, columns: tuple[C
                 chosen &= cp * dp > 1
             chosen &= _sharded(instance, zero, tp, cp, pp, dp)
             if chosen.any():
-                shape = GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule)
-                yield Grid(shape, *(columns if chosen.all() else (column[chosen] for column in columns)))
+                rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
+                for algorithm in algorithms:
+                    yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule, algorithm), *rows)
 
 
 def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_parallel: bool) -> list[str]:
@@ -269,14 +281,22 @@ def tensor_degrees(instance: Instance, devices: int) -> list[int]:
     ]
 
 
-def context_degrees(instance: Instance, tp: int, most: int) -> list[int]:
-    """Context-parallel degrees up to `most` that the rules and limits admit."""
-    allowed, seq_len = instance.limits.range("cp"), instance.workload.seq_len
-    return [
-        cp
-        for cp in divisors(seq_len)
-        if cp <= most and cp in allowed and not context_faults(instance.rules, instance.model, tp, cp, seq_len)
-    ]
+def context_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, tuple[CpCommType, ...]]]:
+    """Context-parallel degrees up to `most` that the rules and limits admit, each with its algorithms."""
+    allowed = instance.limits.range("cp")
+    degrees = [cp for cp in divisors(instance.workload.seq_len) if cp <= most and cp in allowed]
+    found = [(cp, context_algorithms(instance, tp, cp)) for cp in degrees]
+    return [(cp, algorithms) for cp, algorithms in found if algorithms]
+
+
+def context_algorithms(instance: Instance, tp: int, cp: int) -> tuple[CpCommType, ...]:
+    """Algorithms of context parallelism that the rules and limits admit; that of one rank is "p2p"."""
+    rules, wanted = instance.rules, instance.limits.cp_comm_type
+    return tuple(
+        name
+        for name in (rules.context if cp > 1 else CP_COMM_TYPES[:1])
+        if wanted in (None, name) and not context_faults(rules, instance.model, tp, cp, instance.workload.seq_len, name)
+    )
 
 
 def expert_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, int]]:
@@ -365,6 +385,8 @@ class PlacementTable:
                 if order == "tp-pp-dp" and rules.linear_ranks and not together:
                     continue
                 placement = Placement(tp, pp, dp, order, cp)
+                if not self.instance.limits.admits("free_nodes", self.instance.free_nodes(placement.blocks)):
+                    break
                 if not rules.linear_ranks or is_linear(placement):
                     yield placement
                     break

@@ -22,7 +22,9 @@ from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
     ShardTerms,
+    compute_terms,
     shard_terms,
+    sharding_of,
 )
 from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, weight_gradient_s
 from shardwise.formulations.memory import (
@@ -142,6 +144,7 @@ class CostTables:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self._coefficients: dict[tuple[object, ...], TimeCoefficients] = {}
+        self._compute: dict[Sharding, ShardTerms] = {}
         self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
         self._times: dict[tuple[Sharding, Groups], ShardTimes] = {}
         self._rates: dict[tuple[tuple[int, ...], int, int, bool], SyncRates] = {}
@@ -153,8 +156,15 @@ class CostTables:
         """`layer_costs.shard_terms`, remembered."""
         key = (sharding, groups)
         if key not in self._terms:
-            self._terms[key] = shard_terms(self.instance, sharding, groups)
+            self._terms[key] = shard_terms(self.instance, sharding, groups, self._computed(sharding))
         return self._terms[key]
+
+    def _computed(self, sharding: Sharding) -> ShardTerms:
+        """`layer_costs.compute_terms`, remembered."""
+        key = replace(sharding, cp_comm_type="p2p")
+        if key not in self._compute:
+            self._compute[key] = compute_terms(self.instance, key)
+        return self._compute[key]
 
     def times(self, sharding: Sharding, groups: Groups) -> ShardTimes:
         """Times of all layer kinds, embedding and head on one device, without stragglers."""
@@ -215,7 +225,7 @@ class CostTables:
         times, terms = self.times(sharding, groups), self.terms(sharding, groups)
         scale = straggling(instance, degrees.devices)
         apart = tied_copy(instance, degrees.pp, schedule)
-        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        ends = end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         params = [*self.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = self.group_rates(degrees, placement, schedule)
         units, tails = [], []
@@ -297,7 +307,7 @@ class CostTables:
         instance, tp = self.instance, degrees.tp
         sharding = sharding_of(degrees)
         activations = self.activations(sharding)
-        embedding, head = end_units(instance, tp, with_tied_copy=apart)
+        embedding, head = end_units(instance, tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         kinds = self.kind_params(tp, degrees.ep, degrees.etp)
         return MemoryCoefficients(
             state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),
@@ -329,11 +339,6 @@ class CostTables:
     def capacity_mib(self) -> int:
         """Usable memory of a device over `memory_quantile`, down to whole MiB."""
         return int(self.instance.memory_limit_bytes / self.instance.profile.memory_quantile) // MIB
-
-
-def sharding_of(degrees: Degrees) -> Sharding:
-    """What the layers see of the degrees."""
-    return Sharding(degrees.tp, degrees.micro_batch, degrees.sequence_parallel, degrees.cp, degrees.ep, degrees.etp)
 
 
 def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Groups:

@@ -19,8 +19,12 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
 (L5) tensor parallelism adds, per row-parallel output, one all-reduce of 2 x h bytes forward and one backward; with
      sequence parallelism an all-gather and a reduce-scatter each way instead (Korthikanti et al., arXiv 2205.05198,
      section 4.2.2); norms and residuals then work on x / t tokens.
-(L6) context parallelism gathers keys and values, 2 bytes each over the group, forward; backward gathers them again and
-     reduce-scatters their gradients. A ring sends the same bytes in c - 1 turns (arXiv 2310.01889, section 3).
+(L6) context parallelism by a ring sends what gathers keys and values, 2 bytes each over the group, forward, in c - 1 turns
+     that attention hides in part; backward sends them again and reduce-scatters their gradients (arXiv 2310.01889, section
+     3). By an all-gather attention waits for the same collectives (Llama Team, arXiv 2407.21783, section 3.3.2), and puts
+     what is gathered in order: read and written. Ulysses (arXiv 2309.14509, section 3.1) waits for an all-to-all of
+     queries, keys and values and one of outputs, 2 x (q + k + v + o) / t bytes on a rank, each way, and packs what it
+     sends. Fewer key/value heads than c are copied for it. Recurrent mixers pass their states on in any case.
 (L7) expert parallelism sends each routed token out and back: two all-to-alls of 2 x k h / t bytes each way (Lepikhin et
      al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5). All
      wait for the busiest rank, which has `expert_imbalance` times the mean to exchange and to compute.
@@ -41,6 +45,10 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      compute the whole S x S matrix and mask it (K4) gain nothing. Context parallelism is taken to split each document
      evenly, as Megatron's thd format does (Transformer Engine attention); where it splits the sequence instead, the
      busiest rank has up to c times the mean, so that the core takes at most c times as long as (L2) says.
+(L13) a module of multi-token prediction (DeepSeek-AI, arXiv 2412.19437, section 2.2; Megatron
+     core/transformer/multi_token_prediction.py) runs behind the last layer, beside the head: a lookup of the next tokens,
+     two norms, the matrix 2h -> h, a layer like the last one, a norm, and the head and its loss again. It is counted as
+     part of the head, with three more pairs of collectives by (L5): of the lookup, of 2h -> h and of the head.
 """
 
 from __future__ import annotations
@@ -64,6 +72,7 @@ from shardwise.formulations.kernels import (
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
+    from shardwise.data.plan import CpCommType, Degrees
     from shardwise.data.workload import Training
 
 ACTIVATION_BYTES = 2
@@ -83,6 +92,8 @@ MLP_LAUNCHES = 4
 MOE_LAUNCHES = 60
 RECURRENT_LAUNCHES = 11
 ADAPTER_VALUES, ADAPTER_LAUNCHES = 5, 4
+COPIED_VALUES = 2
+GATHER_LAUNCHES, ULYSSES_LAUNCHES = 2, 4
 UNPACK_LAUNCHES = 3
 
 Spans = tuple[tuple[int, Link], ...]
@@ -98,11 +109,18 @@ class Sharding:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    cp_comm_type: CpCommType = "p2p"
 
     @property
     def spread(self) -> bool:
         """Whether routed experts have groups of their own, by (L7), and are not split by tp like everything else."""
         return self.ep > 1 or self.etp != self.tp
+
+
+def sharding_of(degrees: Degrees) -> Sharding:
+    """What the layers see of the degrees."""
+    d = degrees
+    return Sharding(d.tp, d.micro_batch, d.sequence_parallel, d.cp, d.ep, d.etp, d.cp_comm_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +142,8 @@ class LayerTerms:
         Matrix products; attention core or scan; element-wise work. `core` is what selective recompute repeats.
     tensor, context, expert
         Collectives of the axis in isolation, before any overlap.
+    exchange
+        Those of context parallelism that attention waits for (L6), apart from `context`.
     launches, collectives
         Kernels, and collectives of tensor parallelism, of the forward pass.
     gemm_frozen
@@ -145,6 +165,8 @@ class LayerTerms:
     launches: float = 0.0
     collectives: float = 0.0
     gemm_frozen: float = 0.0
+    exchange_forward: float = 0.0
+    exchange_backward: float = 0.0
 
     def __add__(self, other: LayerTerms) -> LayerTerms:
         return LayerTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
@@ -174,32 +196,40 @@ def row_outputs(kind: LayerKind, spread: bool) -> int:
     return (kind.mixer is not None) + (kind.ffn is not None and not routed)
 
 
-def shard_terms(instance: Instance, sharding: Sharding, groups: Groups) -> ShardTerms:
-    """Terms of all layer kinds, embedding and head."""
-    compute = compute_terms(instance, sharding)
+def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
+    """Terms of all layer kinds, embedding and head; `compute` has those of `compute_terms`."""
     once = _tensor_parallel_time_s(instance, sharding, groups)
     turns = _collectives(sharding)
-    kinds = []
-    for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True):
-        outputs = row_outputs(kind, sharding.spread)
-        total = terms + LayerTerms(
-            tensor_forward=outputs * once,
-            tensor_backward=outputs * once,
-            launches=outputs * turns,
-            collectives=outputs * turns,
-        )
-        if sharding.cp > 1 and kind.mixer is not None:
-            total += _context(instance, kind, sharding, groups)
-        if sharding.spread and isinstance(kind.ffn, Moe):
-            total += _expert_exchange(instance, kind.ffn, sharding, groups)
-        kinds.append(total)
+    kinds = tuple(
+        terms + _communication(instance, kind, sharding, groups, once)
+        for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True)
+    )
     end = LayerTerms(tensor_forward=once, tensor_backward=once, launches=turns, collectives=turns)
     start = replace(end, tensor_backward=0.0) if instance.workload.frozen else end
-    return ShardTerms(tuple(kinds), compute.embedding + start, compute.head + end)
+    head = compute.head + end
+    for _ in range(instance.workload.mtp_layers):
+        head += _communication(instance, instance.model.layers[-1], sharding, groups, once) + end + end + end
+    return ShardTerms(kinds, compute.embedding + start, head)
+
+
+def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups, once: float) -> LayerTerms:
+    """(L5)-(L7) of one layer; `once` is the communication of one row-parallel output."""
+    outputs, turns = row_outputs(kind, sharding.spread), _collectives(sharding)
+    total = LayerTerms(
+        tensor_forward=outputs * once,
+        tensor_backward=outputs * once,
+        launches=outputs * turns,
+        collectives=outputs * turns,
+    )
+    if sharding.cp > 1 and kind.mixer is not None:
+        total += context_terms(instance, kind, sharding, groups)
+    if sharding.spread and isinstance(kind.ffn, Moe):
+        total += _expert_exchange(instance, kind.ffn, sharding, groups)
+    return total
 
 
 def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
-    """(L1)-(L4), (L8), (L9) without communication."""
+    """(L1)-(L4), (L8), (L9) without communication, the same for every algorithm of context parallelism."""
     return ShardTerms(
         tuple(_layer(instance, kind, sharding) for kind in instance.model.kinds),
         _embedding(instance, sharding),
@@ -239,12 +269,39 @@ def _tokens(instance: Instance, sharding: Sharding) -> float:
     return sharding.micro_batch * instance.workload.seq_len / sharding.cp
 
 
-def _context(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
+def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L6)."""
+    softmax = isinstance(kind.mixer, Attention)
+    if softmax and sharding.cp_comm_type == "a2a":
+        sizes = ulysses_bytes(instance, kind, sharding)
+        once = sum(_fastest_s(instance, "alltoall", size, groups.cp) for size in sizes)
+        packed = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
+        return packed + LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
     size = context_parallel_bytes(instance, kind, sharding)
     gather = _fastest_s(instance, "all_gather", size, groups.cp)
     reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
+    if softmax and sharding.cp_comm_type == "allgather":
+        ordered = _traffic(instance, COPIED_VALUES * size / ACTIVATION_BYTES)
+        return ordered + LayerTerms(
+            exchange_forward=gather, exchange_backward=gather + reduce, launches=GATHER_LAUNCHES
+        )
     return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+
+
+def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tuple[float, float]:
+    """(L6) What one rank exchanges of one layer: queries, keys and values; outputs."""
+    mixer = kind.mixer
+    assert isinstance(mixer, Attention)
+    heads, each = mixer.heads / sharding.tp, ACTIVATION_BYTES * _tokens(instance, sharding)
+    kv_heads = heads if mixer.latent is not None else kv_heads_here(mixer, sharding)
+    keys_and_values = kv_heads * (mixer.head_dim + mixer.v_head_dim)
+    return each * (heads * mixer.head_dim + keys_and_values), each * heads * mixer.v_head_dim
+
+
+def kv_heads_here(mixer: Attention, sharding: Sharding) -> float:
+    """Key/value heads of one layer on one device, those included that Ulysses copies so that each rank has one."""
+    least = sharding.cp if sharding.cp_comm_type == "a2a" else 1
+    return max(mixer.kv_heads / sharding.tp, least)
 
 
 def context_parallel_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> float:
@@ -519,6 +576,29 @@ def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:
 
 
 def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
+    """(L8), (L13)."""
+    total = _output(instance, sharding)
+    for _ in range(instance.workload.mtp_layers):
+        total += _prediction(instance, sharding)
+    return total
+
+
+def _prediction(instance: Instance, sharding: Sharding) -> LayerTerms:
+    """(L13) of one module, without communication."""
+    tokens, hidden = _tokens(instance, sharding), instance.model.hidden
+    local_tokens, fused = tokens / sharding.tp if sharding.sequence_parallel else tokens, instance.workload.fused_norm
+    norms = _traffic(instance, 2 * NORM_VALUES[fused] * local_tokens * hidden)
+    return (
+        _embedding(instance, sharding)
+        + norms
+        + LayerTerms(launches=2 * NORM_LAUNCHES[fused] + 2)
+        + _matrix(instance, tokens, max(hidden // sharding.tp, 1), 2 * hidden)
+        + _layer(instance, instance.model.layers[-1], sharding)
+        + _output(instance, sharding)
+    )
+
+
+def _output(instance: Instance, sharding: Sharding) -> LayerTerms:
     """(L8) Final norm, output matrix and cross entropy."""
     tokens = _tokens(instance, sharding)
     width = padded_vocab(instance.model.vocab, sharding.tp) // sharding.tp

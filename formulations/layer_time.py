@@ -2,10 +2,10 @@
 
 Every function takes numbers or arrays of any one shape, so that one formula serves a single plan and a table of runs.
 With g, c, w the terms of matrix products, attention core and element-wise work, and T, C, E the collectives of tensor,
-context and expert parallelism:
+context and expert parallelism, A those of context parallelism that attention waits for:
 
 (J1) the device works      D = gemm g + core c + elementwise w
-     and waits             X = tp_exposed T + cp_exposed C + ep_exposed E
+     and waits             X = tp_exposed T + cp_exposed C + A + ep_exposed E
 (J2) the host issues n launches: H = host_launch n, a little more for the backward pass (BACKWARD_LAUNCHES).
 (J3) a pass takes ((D + X)^q + H^q)^(1/q) + tp_sync n_T (t - 1), q = HOST_JOIN: the host runs ahead of the device, but
      not always, and each of the n_T collectives of tensor parallelism starts when the last of its t ranks arrives.
@@ -56,7 +56,7 @@ def layer_time(terms: LayerTerms, profile: Profile, tp: Number, *, scale: Number
         _pass(
             profile,
             (terms.gemm_forward, terms.core_forward, terms.traffic_forward),
-            (terms.tensor_forward, terms.context_forward, terms.expert_forward),
+            (terms.tensor_forward, terms.context_forward, terms.exchange_forward, terms.expert_forward),
             host,
         )
         + late
@@ -65,7 +65,7 @@ def layer_time(terms: LayerTerms, profile: Profile, tp: Number, *, scale: Number
         _pass(
             profile,
             (terms.gemm_backward, terms.core_backward, terms.traffic_backward),
-            (terms.tensor_backward, terms.context_backward, terms.expert_backward),
+            (terms.tensor_backward, terms.context_backward, terms.exchange_backward, terms.expert_backward),
             BACKWARD_LAUNCHES * host,
         )
         + late
@@ -85,7 +85,9 @@ def time_by_cause(terms: LayerTerms, profile: Profile) -> dict[str, Number]:
         + profile.core * (terms.core_forward + terms.core_backward)
         + profile.elementwise * (terms.traffic_forward + terms.traffic_backward),
         "tensor_parallel": profile.tp_comm_exposed * (terms.tensor_forward + terms.tensor_backward),
-        "context_parallel": profile.cp_comm_exposed * (terms.context_forward + terms.context_backward),
+        "context_parallel": profile.cp_comm_exposed * (terms.context_forward + terms.context_backward)
+        + terms.exchange_forward
+        + terms.exchange_backward,
         "expert_parallel": profile.ep_comm_exposed * (terms.expert_forward + terms.expert_backward),
     }
 
@@ -96,13 +98,13 @@ def exposed(transfer: Number, cover: Number, profile: Profile) -> Number:
 
 
 def _pass(
-    profile: Profile, work: tuple[Number, Number, Number], waits: tuple[Number, Number, Number], host: Number
+    profile: Profile, work: tuple[Number, Number, Number], waits: tuple[Number, Number, Number, Number], host: Number
 ) -> Number:
     """(J1), (J3)."""
     gemm, core, traffic = work
-    tensor, context, expert = waits
+    tensor, context, exchange, expert = waits
     device = profile.gemm * gemm + profile.core * core + profile.elementwise * traffic
-    device = device + profile.tp_comm_exposed * tensor + profile.cp_comm_exposed * context
+    device = device + profile.tp_comm_exposed * tensor + profile.cp_comm_exposed * context + exchange
     return joined(device + profile.ep_comm_exposed * expert, host)
 
 

@@ -20,7 +20,9 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
 (M5) activations are scaled by what the software keeps beyond fused kernels, and by what the allocator holds on top
      (fragmentation); a fixed reserve stands for context and communicators. "Allocated" is without the last two,
      "reserved" without the reserve, "device" everything.
-(M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one.
+(M6) ZeRO-3 holds two gathered layers in 16 bits, and the fp32 gradients of one. Context parallelism by an all-gather holds
+     the keys and values of one layer whole and their gradients, Ulysses what it exchanges and its gradients; the pieces
+     that pass in a ring are not counted.
 (M7) in a pipeline FSDP2 keeps the stage's weights gathered, in 16 bits beside the shards, and its gradients whole until
      the last backward pass (torch distributed/pipelining/stage.py `backward_maybe_with_nosync`).
 (M8) under LoRA every weight of the model is frozen: 2 bytes whatever (M1) says, or 0.516 with NF4 for the projections of
@@ -35,6 +37,10 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      norm's output. Adapters work in 16 bits, so that (M2) keeps inputs in them, and keep r values each besides. NF4 needs
      one matrix (or one matrix of all local experts) in 16 bits while it is multiplied by.
 
+(M10) a module of multi-token prediction (L13) adds its layer, the matrix 2h -> h split by t and three norms to the last
+     stage, which holds a copy of the embedding in a pipeline, tied or not; with one micro-batch of logits as in (M4), and of
+     its layer's activations and the 4 h values that enter its matrix and its norms.
+
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
 
@@ -48,13 +54,21 @@ from shardwise.data.adapters import adapts, is_adapted, is_projection
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.workload import FROZEN_BYTES, OPTIMIZER_STATE_BYTES
-from shardwise.formulations.layer_costs import ACTIVATION_BYTES, busiest, padded_vocab
+from shardwise.formulations.layer_costs import (
+    ACTIVATION_BYTES,
+    Sharding,
+    busiest,
+    context_parallel_bytes,
+    kv_heads_here,
+    padded_vocab,
+    sharding_of,
+    ulysses_bytes,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees
     from shardwise.data.workload import Training
-    from shardwise.formulations.layer_costs import Sharding
 
 MIB = 2**20
 WEIGHT_BYTES = 2
@@ -183,14 +197,20 @@ def end_params_on_device(instance: Instance, tp: int, *, head: bool, with_tied_c
     return total + (padded // tp * model.hidden if with_tied_copy else 0)
 
 
-def end_units(instance: Instance, tp: int, *, with_tied_copy: bool = False) -> tuple[KindParams, KindParams]:
-    """What one of `tp` devices holds of the embedding and of the head."""
+def end_units(
+    instance: Instance, tp: int, ep: int = 1, etp: int = 0, *, with_tied_copy: bool = False
+) -> tuple[KindParams, KindParams]:
+    """What one device holds of the embedding and of the head, (M10) with it."""
     counts = (
         end_params_on_device(instance, tp, head=False),
         end_params_on_device(instance, tp, head=True, with_tied_copy=with_tied_copy),
     )
     frozen = instance.workload.frozen
     embedding, head = (KindParams(0, 0, WEIGHT_BYTES * n) if frozen else KindParams(n, 0) for n in counts)
+    model, modules = instance.model, instance.workload.mtp_layers
+    if modules:
+        matrix = -(-2 * model.hidden * model.hidden // tp) + 3 * model.hidden
+        head += (kind_params_on_device(model.layers[-1], tp, ep, etp) + KindParams(matrix, 0)) * modules
     return embedding, head
 
 
@@ -237,7 +257,7 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
         products += hidden / split
         inputs += hidden / split
         if isinstance(part, Attention):
-            heads, kv_heads = max(part.heads / tp, 1), max(part.kv_heads / tp, 1)
+            heads, kv_heads = max(part.heads / tp, 1), kv_heads_here(part, sharding)
             if part.latent is not None:
                 kv_heads = heads
                 values += (part.latent.q_rank or 0) + part.latent.kv_rank + part.latent.qk_rope_dim
@@ -317,12 +337,16 @@ def _routed_copies(part: Moe, sharding: Sharding, workload: Training) -> float:
 
 
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:
-    """(M4), (M5), (M9): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
+    """(M4), (M5), (M9), (M10): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
     width = padded_vocab(instance.model.vocab, sharding.tp) / sharding.tp
     norm = (1 if instance.workload.frozen else 2) * ACTIVATION_BYTES * instance.model.hidden
     per_token = instance.profile.logit_bytes * width + norm
-    tokens = sharding.micro_batch * instance.workload.seq_len / sharding.cp
-    return per_token * tokens * (1 + instance.profile.memory_fragmentation)
+    tokens, modules = sharding.micro_batch * instance.workload.seq_len / sharding.cp, instance.workload.mtp_layers
+    held = per_token * tokens * (1 + modules) * (1 + instance.profile.memory_fragmentation)
+    if modules:
+        entering = 4 * ACTIVATION_BYTES * instance.model.hidden * tokens * activation_scale(instance)
+        held += modules * (layer_activations(instance, instance.model.layers[-1], sharding).none + entering)
+    return held
 
 
 def activation_scale(instance: Instance) -> float:
@@ -340,10 +364,23 @@ def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
 
 def gather_buffer_bytes(instance: Instance, kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
     """(M6), and what (M9) holds of one matrix in 16 bits."""
-    unpacked = _unpacked_bytes(instance, degrees)
+    held = _unpacked_bytes(instance, degrees) + _context_bytes(instance, degrees)
     if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1 or degrees.pp > 1:
-        return unpacked
-    return unpacked + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
+        return held
+    return held + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
+
+
+def _context_bytes(instance: Instance, degrees: Degrees) -> float:
+    """(M6) of context parallelism."""
+    if degrees.cp_comm_type == "p2p":
+        return 0.0
+    sharding = sharding_of(degrees)
+    softmax = [kind for kind in instance.model.kinds if isinstance(kind.mixer, Attention)]
+    if degrees.cp_comm_type == "allgather":
+        sizes = [context_parallel_bytes(instance, kind, sharding) for kind in softmax]
+    else:
+        sizes = [sum(ulysses_bytes(instance, kind, sharding)) for kind in softmax]
+    return 2.0 * max(sizes, default=0.0)
 
 
 def _unpacked_bytes(instance: Instance, degrees: Degrees) -> float:
@@ -362,6 +399,6 @@ def _unpacked_bytes(instance: Instance, degrees: Degrees) -> float:
 
 
 def tied_copy(instance: Instance, pp: int, schedule: str = "1f1b") -> bool:
-    """Whether the last stage holds a second copy of tied embeddings (Megatron language_module.py); a folded pipeline
-    ends on the stage where it starts."""
-    return instance.model.tied and pp > 1 and schedule not in FOLDED
+    """Whether the last stage holds a second copy of the embedding, tied or looked up by (M10) (Megatron language_module.py); a
+    folded pipeline ends on the stage where it starts."""
+    return (instance.model.tied or instance.workload.mtp_layers > 0) and pp > 1 and schedule not in FOLDED

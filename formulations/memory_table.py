@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
-from shardwise.formulations.coefficients import sharding_of
+from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.memory import (
     MIB,
     activation_scale,
@@ -142,7 +142,12 @@ class MemoryLines:
     def _of_degrees(self, degrees: Degrees, sharding: Sharding, schedule: str) -> _Held:
         tables, instance = self.tables, self.tables.instance
         kinds = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
-        units = [*kinds, *end_units(instance, degrees.tp, with_tied_copy=tied_copy(instance, degrees.pp, schedule))]
+        units = [
+            *kinds,
+            *end_units(
+                instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=tied_copy(instance, degrees.pp, schedule)
+            ),
+        ]
         memory, scale = tables.memory(degrees, schedule), activation_scale(instance)
         by_mode, largest, logits = self._kept(sharding)
         return _Held(

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.formulations.coefficients import groups_of, sharding_of
+from shardwise.formulations.coefficients import groups_of
+from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import links_of
@@ -55,7 +56,7 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
     units = zip(
         (*terms.kinds, terms.embedding, terms.head),
         (*times.kinds, times.embedding, times.head),
-        (*held, *end_units(instance, degrees.tp, with_tied_copy=apart)),
+        (*held, *end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)),
         strict=True,
     )
     for unit, (term, own, params) in enumerate(units):

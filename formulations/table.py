@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, layout
-from shardwise.formulations.coefficients import TimeCoefficients, groups_of, sharding_of
-from shardwise.formulations.layer_costs import TERMS, LayerTerms
+from shardwise.formulations.coefficients import TimeCoefficients, groups_of
+from shardwise.formulations.layer_costs import TERMS, LayerTerms, sharding_of
 from shardwise.formulations.layer_time import exposed, layer_time, weight_gradient_s
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, links_of, pass_times, shape_of
@@ -190,7 +190,7 @@ class UnitTimes:
         shard = tables.terms(sharding_of(degrees), groups_of(instance, degrees, placement))
         terms = [[getattr(unit, name) for name in TERMS] for unit in (*shard.kinds, shard.embedding, shard.head)]
         apart = tied_copy(instance, degrees.pp, schedule)
-        ends = end_units(instance, degrees.tp, with_tied_copy=apart)
+        ends = end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         params = [*tables.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
         dense, expert = tables.group_rates(degrees, placement, schedule)
         layers = len(params) - 2

@@ -38,7 +38,14 @@ def limits_of(instance: Instance, plan: Plan, evaluation: Evaluation) -> tuple[L
 
 
 def _users(instance: Instance, plan: Plan) -> Iterator[Limit]:
-    limits, values = instance.limits, asdict(plan.degrees) | {"devices": plan.degrees.devices}
+    limits, values = (
+        instance.limits,
+        asdict(plan.degrees)
+        | {
+            "devices": plan.degrees.devices,
+            "free_nodes": instance.free_nodes(plan.placement.blocks),
+        },
+    )
     for name, allowed in limits.ranges.items():
         if name not in values:
             continue
@@ -46,8 +53,15 @@ def _users(instance: Instance, plan: Plan) -> Iterator[Limit]:
         stated = ", ".join(text for text in limits.text if variable_of(text) == name)
         edges = [edge for edge in (allowed.low, allowed.high) if 0 < edge < MAX_VALUE]
         yield Limit(name, "user", stated, str(value), value in edges or value not in allowed)
+    stages = plan.layer_stages
+    for layer, allowed in limits.pinned.items():
+        stated = ", ".join(text for text in limits.text if variable_of(text) == f"stage[{layer}]")
+        yield Limit(f"stage[{layer}]", "user", stated, str(stages[layer]), stages[layer] in (allowed.low, allowed.high))
+    for one, other in limits.together:
+        yield Limit(f"stage[{one}]", "user", f"stage[{one}]=stage[{other}]", str(stages[one]), True)
     for name, wanted, own in (
         ("schedule", limits.schedule, {plan.schedule}),
+        ("cp_comm_type", limits.cp_comm_type, {plan.degrees.cp_comm_type}),
         ("recompute", limits.recompute, {stage.recompute for stage in plan.stages}),
     ):
         if wanted is not None:

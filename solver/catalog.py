@@ -46,7 +46,7 @@ def models(name: str | None) -> Rows:
         count = model.kind_indices.count(index)
         rows.append({"what": f"layer kind {kind.name}", "value": f"{count} of {kind.params:,} parameters"})
     if model.mtp_depth:
-        rows.append({"what": "multi-token prediction, not counted", "value": f"{model.mtp_params:,} parameters"})
+        rows.append({"what": "multi-token prediction, not counted above", "value": f"{model.mtp_params:,} parameters"})
     rows.append({"what": "source", "value": model.source})
     return rows + [{"what": "assumed", "value": line} for line in model.assumed]
 

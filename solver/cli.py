@@ -45,6 +45,7 @@ from shardwise.solver.cli_workload import (
     LoraRankOption,
     MeanDocumentOption,
     ModelArgument,
+    MtpOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
@@ -168,6 +169,7 @@ def plan_training(
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
     expert_imbalance: ImbalanceOption = None,
+    mtp_layers: MtpOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -184,6 +186,9 @@ def plan_training(
     profile: ProfileOption = None,
     fix: FixOption = None,
     limit: LimitOption = None,
+    keep_free: Annotated[
+        int | None, typer.Option("--keep-free", min=0, help="Nodes that the plan leaves free.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", help="CP-SAT workers.")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -212,7 +217,7 @@ def plan_training(
         {"seq_len": seq_len, "global_batch": global_batch, **kinds}
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
-        | routing_fields(expert_imbalance)
+        | routing_fields(expert_imbalance, mtp_layers)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -220,7 +225,8 @@ def plan_training(
 
         of_run = None if tokens is None and "cost" in (objective, pareto) else price
         with with_terms(tokens, of_run, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
-            instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or [])])
+            kept = [] if keep_free is None else [f"free_nodes>={keep_free}"]
+            instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or []), *kept])
         front = None
         if pareto is not None:
             front = pareto_front(
@@ -304,6 +310,7 @@ def evaluate_command(
     mean_document_length: MeanDocumentOption = None,
     lengths: LengthsOption = None,
     expert_imbalance: ImbalanceOption = None,
+    mtp_layers: MtpOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -311,6 +318,9 @@ def evaluate_command(
     dp: Annotated[int | None, typer.Option("--dp", help="Replicas, default the devices that are left.")] = None,
     cp: Annotated[int | None, typer.Option("--cp", help="Context parallel degree, default 1.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", help="Expert parallel degree, default 1.")] = None,
+    cp_comm_type: Annotated[
+        str | None, typer.Option("--cp-comm-type", help="p2p, allgather or a2a; default what the pack takes.")
+    ] = None,
     etp: Annotated[
         int | None, typer.Option("--etp", help="Expert tensor parallel degree, default tp; 1 where the pack says so.")
     ] = None,
@@ -359,7 +369,7 @@ def evaluate_command(
     plan = None if plan_path is None else read_plan(plan_path)
     degrees = given(
         tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
-        cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate,
+        cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, cp_comm_type=cp_comm_type,
     )  # fmt: skip
     shape = given(
         stages=stages,
@@ -375,7 +385,7 @@ def evaluate_command(
         seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
-    workload |= routing_fields(expert_imbalance)
+    workload |= routing_fields(expert_imbalance, mtp_layers)
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:

@@ -40,6 +40,9 @@ MeanDocumentOption = Annotated[
         "--mean-document-length", help="Sequences are packed of documents of this length that do not attend to others."
     ),
 ]
+MtpOption = Annotated[
+    int | None, typer.Option("--mtp-layers", help="Multi-token-prediction modules that are trained; none by default.")
+]
 ImbalanceOption = Annotated[
     float | None,
     typer.Option("--expert-imbalance", help="Tokens of the busiest expert-parallel rank over the mean, default 1."),
@@ -70,9 +73,10 @@ def packing_fields(mean_document_length: float | None, lengths: str | None) -> d
         return {"lengths": error}
 
 
-def routing_fields(expert_imbalance: float | None) -> dict[str, Any]:
+def routing_fields(expert_imbalance: float | None, mtp_layers: int | None) -> dict[str, Any]:
     """What the option says of routing, as a field of the workload."""
-    return {} if expert_imbalance is None else {"expert_imbalance": expert_imbalance}
+    given = {"expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def training(fields: dict[str, Any]) -> Any:

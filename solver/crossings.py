@@ -7,7 +7,8 @@ pass:
 
 (X1) tensor parallelism, for every row-parallel output (layer_costs, L5): one all-reduce, or an all-gather and a
      reduce-scatter, in each forward and each backward pass; once more where the layer is recomputed.
-(X2) context parallelism (L6): two all-gathers and one reduce-scatter a layer, one all-gather more with recompute.
+(X2) context parallelism (L6): two all-gathers and one reduce-scatter a layer, one all-gather more with recompute; by
+     Ulysses an all-to-all of queries, keys and values and one of outputs each way, and forward again with recompute.
 (X3) expert parallelism (L7): two all-to-alls each way, and with etp > 1 an all-gather and a reduce-scatter each way.
 (X4) a pipeline sends activations over a link and gradients back, for each chunk that it joins (step_time, T2).
 (X5) gradients are reduced and weights gathered over dp x cp, within dp_shard ranks and then among the replicas, those of
@@ -23,13 +24,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.model import Moe
-from shardwise.formulations.coefficients import groups_of, sharding_of
+from shardwise.data.model import Attention, Moe
+from shardwise.formulations.coefficients import groups_of
 from shardwise.formulations.layer_costs import (
     context_parallel_bytes,
     routed_bytes,
     row_outputs,
+    sharding_of,
     tensor_parallel_bytes,
+    ulysses_bytes,
 )
 from shardwise.formulations.memory import (
     GRADIENT_BYTES,
@@ -124,7 +127,12 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     for (kind_index, _, mode), layers in Counter(kept_layers(cost_tables(instance), plan, stage)).items():
         kind, again = model.kinds[kind_index], mode == "full"
         outputs += layers * row_outputs(kind, sharding.spread) * (3 if again else 2)
-        if d.cp > 1 and kind.mixer is not None:
+        if d.cp_comm_type == "a2a" and isinstance(kind.mixer, Attention):
+            for what, size in zip(
+                ("queries, keys and values", "attention outputs"), ulysses_bytes(instance, kind, sharding), strict=True
+            ):
+                yield _Call("cp", what, "alltoall", groups.cp[0], m * layers * (3 if again else 2), size)
+        elif d.cp > 1 and kind.mixer is not None:
             size = context_parallel_bytes(instance, kind, sharding)
             yield _Call("cp", "keys and values", "all_gather", groups.cp[0], m * layers * (3 if again else 2), size)
             yield _Call("cp", "their gradients", "reduce_scatter", groups.cp[0], m * layers, size)
@@ -159,7 +167,7 @@ def _sync(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     dense = spans_of(group_of(placement.dp, placement.cp), instance.levels)
     around = spans_of(group_of(placement.tp, placement.cp, placement.dp), instance.levels)
     same = split_spans(around, d.ep * d.etp)[1] if sharding_of(d).spread else dense
-    ends = sum(end_units(instance, d.tp), KindParams(0, 0)) * (d.pp == 1)
+    ends = sum(end_units(instance, d.tp, d.ep, d.etp), KindParams(0, 0)) * (d.pp == 1)
     for name, count, frozen, once, spans, replicate in (
         ("", params.dense, params.frozen, ends.gathered_bytes, dense, d.dp_replicate),
         (" of experts", params.expert, params.frozen_expert, 0, same, d.expert_dp // d.expert_dp_shard),

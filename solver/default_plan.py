@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.model import MAX_LAYERS, Moe
 from shardwise.data.pipeline import FOLDED, Schedule
-from shardwise.data.plan import AXES, Degrees, Placement, Plan, RankOrder, Recompute, Stage
+from shardwise.data.plan import AXES, CpCommType, Degrees, Placement, Plan, RankOrder, Recompute, Stage
+from shardwise.data.rules import context_algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ def degrees_from(
     ep: int = 1,
     etp: int | None = None,
     dp_replicate: int = 1,
+    cp_comm_type: CpCommType | None = None,
 ) -> Degrees:
     """Degrees with what is not given filled in, as the rule pack has it.
 
@@ -46,6 +48,8 @@ def degrees_from(
         Without it, on where there is tensor parallelism, in a pack that has it.
     etp
         Without it, 1 in a pack that keeps experts whole, tp in others.
+    cp_comm_type
+        Without it, the first of the pack's algorithms that takes the model and the sequence.
 
     Raises
     ------
@@ -63,7 +67,9 @@ def degrees_from(
         if etp is None:
             whole = rules.expert_split == "1" and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds)
             etp = 1 if whole else 0
-        return Degrees(tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate)
+        if cp_comm_type is None:
+            cp_comm_type = context_algorithm(rules, instance.model, max(tp, 1), max(cp, 1), instance.workload.seq_len)
+        return Degrees(tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type)
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
 

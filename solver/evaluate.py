@@ -17,9 +17,9 @@ import numpy as np
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, Moe
 from shardwise.data.rules import plan_faults, plan_risks
-from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of, sharding_of
+from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
-from shardwise.formulations.layer_costs import packed_keys
+from shardwise.formulations.layer_costs import packed_keys, sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
@@ -314,18 +314,29 @@ def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
 def model_flops(instance: Instance) -> float:
     """Floating-point operations of one step without recompute: 6 per active parameter and token, 12 h s per layer
     with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B). Of packed documents s
-    is their mean length by tokens; a frozen parameter has no weight gradient and counts 4, those of its adapter 6."""
+    is their mean length by tokens; a frozen parameter has no weight gradient and counts 4, those of its adapter 6; (L13) has
+    its layer, its matrix and the head once more."""
     model, workload = instance.model, instance.workload
     attention = 0.0
     for kind in model.layers:
         if isinstance(kind.mixer, Attention):
-            keys = packed_keys(instance, kind.mixer.window, causal=False)
-            keys = min(workload.seq_len, kind.mixer.window or workload.seq_len) if keys is None else keys
-            attention += 6 * kind.mixer.heads * (kind.mixer.head_dim + kind.mixer.v_head_dim) * keys / 2
+            attention += _attention_flops(instance, kind.mixer)
     lookups = sum(t.params for t in model.embedding) if not model.tied else 0
     each = 4.0 if workload.frozen else 6.0
     matrices = each * (model.active_params - lookups) + 6.0 * _active_adapter_params(instance)
+    if workload.mtp_layers:
+        kind = model.layers[-1]
+        assert isinstance(kind.mixer, Attention)
+        matrices += 6.0 * workload.mtp_layers * (kind.active_params + 2 * model.hidden**2 + model.vocab * model.hidden)
+        attention += workload.mtp_layers * _attention_flops(instance, kind.mixer)
     return (matrices + attention) * workload.tokens_per_step
+
+
+def _attention_flops(instance: Instance, mixer: Attention) -> float:
+    """Of the core of one layer, per token."""
+    seq_len, keys = instance.workload.seq_len, packed_keys(instance, mixer.window, causal=False)
+    keys = min(seq_len, mixer.window or seq_len) if keys is None else keys
+    return 6 * mixer.heads * (mixer.head_dim + mixer.v_head_dim) * keys / 2
 
 
 def _active_adapter_params(instance: Instance) -> float:
@@ -371,11 +382,14 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     """The user's limits that the plan breaks; the memory limit is part of capacity."""
     if not instance.limits.text:
         return []
-    degrees = {name: int(value) for name, value in asdict(plan.degrees).items()}
-    faults = instance.limits.faults(degrees | {"devices": plan.degrees.devices})
+    used = {"devices": plan.degrees.devices, "free_nodes": instance.free_nodes(plan.placement.blocks)}
+    faults = instance.limits.faults(asdict(plan.degrees) | used) + instance.limits.stage_faults(plan.layer_stages)
     schedule, wanted = instance.limits.schedule, instance.limits.recompute
     if schedule not in (None, plan.schedule):
         faults.append(f"schedule={plan.schedule} breaks the limit schedule={schedule}")
+    algorithm = instance.limits.cp_comm_type
+    if algorithm not in (None, plan.degrees.cp_comm_type):
+        faults.append(f"cp_comm_type={plan.degrees.cp_comm_type} breaks the limit cp_comm_type={algorithm}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
     elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):
@@ -482,7 +496,7 @@ def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     cuts, kinds, chunks = plan.cuts, instance.model.kind_indices, plan.layout.chunks_of(stage)
     held = Counter(kind for chunk in chunks for kind in kinds[cuts[chunk] : cuts[chunk + 1]])
     units = [kind_params[kind] * layers for kind, layers in held.items()]
-    embedding, head = end_units(instance, d.tp, with_tied_copy=tied_copy(instance, d.pp, plan.schedule))
+    embedding, head = end_units(instance, d.tp, d.ep, d.etp, with_tied_copy=tied_copy(instance, d.pp, plan.schedule))
     units += [embedding] if 0 in chunks else []
     units += [head] if d.virtual_stages - 1 in chunks else []
     return sum(units, KindParams(0, 0))

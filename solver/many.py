@@ -75,9 +75,9 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     ----------
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
-        dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer, attention,
-        lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty takes the
-        default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
+        cp_comm_type, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
+        attention, lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty
+        takes the default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -133,10 +133,10 @@ def _planned(given: Cells, seen: _Seen) -> tuple[_Known, Plan]:
     numbers = _numbers(given)
     known = seen.instance(given, numbers)
     found, own = known.costs.degrees, {name: numbers[name] for name in DEGREES if name in numbers}
-    together = _truth(given, "sequence_parallel")
-    key = (*own.items(), together)
+    together, exchange = _truth(given, "sequence_parallel"), given.get("cp_comm_type")
+    key = (*own.items(), together, exchange)
     if key not in found:
-        found[key] = degrees_from(known.instance, **own, sequence_parallel=together)
+        found[key] = degrees_from(known.instance, **own, sequence_parallel=together, cp_comm_type=exchange)
     layers = numbers.get("recompute_layers")
     shape = {name: given[name] for name in SHAPE if name in given}
     return known, plan_from_degrees(known.instance, found[key], recompute_layers=layers or None, **shape)

@@ -326,7 +326,13 @@ def degrees_in_words(plan: Plan) -> str:
 def words_of_degrees(d: Degrees) -> str:
     """The degrees alone."""
     sequence = " sp" if d.sequence_parallel else ""
-    others = [("cp", d.cp, 1), ("ep", d.ep, 1), ("etp", d.etp, d.tp), ("dp_replicate", d.dp_replicate, 1)]
+    others = [
+        ("cp", d.cp, 1),
+        ("cp_comm_type", d.cp_comm_type, "p2p"),
+        ("ep", d.ep, 1),
+        ("etp", d.etp, d.tp),
+        ("dp_replicate", d.dp_replicate, 1),
+    ]
     more = "".join(f"{name}={value} " for name, value, usual in others if value != usual)
     return f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero}"
 

@@ -53,7 +53,7 @@ class Alternative:
     best_share: float | None = None
     expected_regret: float | None = None
 
-    def differs(self, best: Plan) -> dict[str, int]:
+    def differs(self, best: Plan) -> dict[str, int | str]:
         """Its degrees that are not those of the best plan."""
         return differing_degrees(self.plan, best)
 
@@ -146,11 +146,12 @@ def layout_of(degrees: Degrees) -> tuple[int, ...]:
     return tuple(getattr(degrees, name) for name in LAYOUT)
 
 
-def differing_degrees(other: Plan, best: Plan) -> dict[str, int]:
+def differing_degrees(other: Plan, best: Plan) -> dict[str, int | str]:
     """The degrees of a plan that are not those of another; an `etp` that follows tp is not told."""
     mine, theirs = other.degrees, best.degrees
     names = [field.name for field in fields(mine) if field.name != "etp" or mine.etp != mine.tp]
-    return {name: int(getattr(mine, name)) for name in names if getattr(mine, name) != getattr(theirs, name)}
+    values = {name: getattr(mine, name) for name in names if getattr(mine, name) != getattr(theirs, name)}
+    return {name: int(value) if isinstance(value, bool) else value for name, value in values.items()}
 
 
 def relative_gap(value: float, bound: float) -> float:

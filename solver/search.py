@@ -32,6 +32,7 @@ from shardwise.formulations.bounds import (
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
+from shardwise.formulations.dominance import dominated
 from shardwise.formulations.objective import Objective
 from shardwise.formulations.passes import counts_of
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
@@ -246,21 +247,27 @@ class Search:
 
     # -- enumerate and prune --------------------------------------------------------------------------------------
 
-    def enumerate(self) -> list[Grid]:
-        """All candidates before placement, those of the best shape (B7) first; all of them wait to be bounded."""
+    def enumerate(self, *, prune: bool = True) -> list[Grid]:
+        """The candidates before placement that none dominates, those of the best shape (B7) first; all of them wait to be
+        bounded."""
         grids = list(enumerate_grids(self.instance))
         self.tally.enumerated = sum(len(grid) for grid in grids)
         self.report("enumerating", None, self.tally.enumerated, force=True)
         self.unopened_bound_s = 0.0
-        bounds = []
+        bounds, left = [], []
         for grid in grids:
-            step_s = quick_bounds_s(self.best_case, grid)
-            bounds.append(float(self.value_s(grid, step_s).min()) if np.isfinite(step_s[0]) else math.inf)
+            beaten = dominated(self.best_case, grid) if prune else np.zeros(0, dtype=bool)
+            own = grid.rows(~beaten) if beaten.any() else grid
+            self.tally.counts["pruned_by_dominance"] += len(grid) - len(own)
+            if len(own):
+                step_s = quick_bounds_s(self.best_case, own)
+                bounds.append(float(self.value_s(own, step_s).min()) if np.isfinite(step_s[0]) else math.inf)
+                left.append(own)
             self.check_time()
         order = np.argsort(bounds, kind="stable").tolist()
-        self.waiting = deque((bounds[i], grids[i]) for i in order)
+        self.waiting = deque((bounds[i], left[i]) for i in order)
         self.unopened_bound_s = min(bounds, default=None)
-        return [grids[i] for i in order]
+        return [left[i] for i in order]
 
     def bound(self, shapes: int, most_s: float) -> None:
         """Bound the rows of the next waiting shapes, those that (B7) does not put above `most_s`."""

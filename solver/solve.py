@@ -215,7 +215,7 @@ class Run:
     def whole(self, search: Search) -> bool:
         """Whether every candidate was pruned by a bound or closed."""
         try:
-            search.enumerate()
+            search.enumerate(prune=self.prune)
             return self.waiting(search)
         except TimeUpError:
             return False
@@ -248,7 +248,7 @@ def fewest_devices(every: Search, run: Run) -> tuple[Search, bool]:
     whether it closed every candidate. What has no room is left out before any step is looked at."""
     search, room = every, Room(every.splits)
     try:
-        every.enumerate()
+        every.enumerate(prune=run.prune)
         every.bound(len(every.waiting), math.inf)
         grids = [(own.rows(own.step_s <= every.longest_s * NEAR)) for own in every.bounded]
         counts = sorted({n for own in grids for n in np.unique(own.grid.devices).tolist()})
@@ -348,6 +348,7 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
         "profile": instance.profile.name,
         "schedules": [name for name in rules.schedules if instance.limits.schedule in (None, name)],
         "zero_stages": list(rules.zero_stages),
+        "cp_comm_types": [name for name in rules.context if instance.limits.cp_comm_type in (None, name)],
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,
         "recompute": "one setting for all stages" if rules.uniform_recompute else "a setting per stage",
@@ -377,6 +378,11 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         low = limits.range(name).low
         if low > devices:
             reasons.append(f"{name}>={low} asks for more devices than the {devices} of cluster {instance.cluster.name}")
+    nodes = len(instance.cluster.leaves)
+    if limits.range("free_nodes").low >= nodes:
+        reasons.append(
+            f"free_nodes>={limits.range('free_nodes').low} leaves none of the {nodes} nodes of cluster {instance.cluster.name}"
+        )
     batch = instance.workload.global_batch
     for name in ("dp", "micro_batch"):
         allowed = limits.range(name)
@@ -385,6 +391,10 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
     if limits.schedule not in (None, *instance.rules.schedules):
         reasons.append(
             f"schedule={limits.schedule} is not one of {', '.join(instance.rules.schedules)} ({instance.rules.name})"
+        )
+    if limits.cp_comm_type not in (None, *instance.rules.context):
+        reasons.append(
+            f"cp_comm_type={limits.cp_comm_type} is not one of {', '.join(instance.rules.context)} ({instance.rules.name})"
         )
     layers = len(instance.model.layers)
     if limits.range("pp").low > layers + 2:
@@ -397,6 +407,8 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         return (
             f"no plan has a step of at most {search.longest_s:g} s, the deadline, within the memory and the limits",
         )
+    if limits.pinned or limits.together:
+        return ("no plan that fits the memory has its layers where the limits put them: " + ", ".join(limits.text),)
     return (memory_reason(search),)
 
 

@@ -19,6 +19,7 @@ Constraint groups, each one function of one module, in any order:
     (G5) `memory_capacity.add_memory_capacity`  every stage fits at every moment of the schedule.
     (G6) `step_time.add_step_time`        T is at least every simple path and every cut.
     (G7) `objective.add_value`            V is at least what the plan is worth.
+    (G8) `pinned_layers.add_pinned_layers`  layers are on the stages that the user pins them to.
 
 Constraints that hold for one candidate are enforced by x_c; none is a product of variables.
 """

@@ -10,6 +10,7 @@ from ortools.sat.python import cp_model
 from shardwise.data.plan import Stage
 from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.objective import Value, add_value
+from shardwise.formulations.cp.pinned_layers import add_pinned_layers
 from shardwise.formulations.cp.recompute import add_recompute
 from shardwise.formulations.cp.selection import add_selection
 from shardwise.formulations.cp.stages import add_contiguous_stages, add_even_chunks
@@ -89,6 +90,7 @@ def build(instance: Instance, options: tuple[Option, ...], most: int, cuts: tupl
     add_contiguous_stages(model, instance, options, choice, chunks)
     if instance.rules.even_chunks:
         add_even_chunks(model, options, choice, chunks)
+    add_pinned_layers(model, instance.limits, options, choice, chunks)
     recompute = add_recompute(model, instance, options, choice, chunks)
     add_memory_capacity(model, options, choice, chunks, recompute)
     clock = add_step_time(model, options, choice, chunks, recompute, most, cuts)

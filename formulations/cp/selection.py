@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
+from shardwise.formulations.cp.variables import degree
+
 if TYPE_CHECKING:
     from shardwise.formulations.cp.variables import Choice, Option
 
@@ -22,4 +24,4 @@ def _value(option: Option, name: str) -> int:
     if "_at_level[" in name:
         axis, level = name.removesuffix("]").split("_at_level[")
         return option.candidate.placement.factors(axis)[int(level)]
-    return int(getattr(option.candidate.degrees, name))
+    return degree(option, name)

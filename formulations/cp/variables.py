@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.plan import PLACED, Degrees
+from shardwise.data.plan import CP_COMM_TYPES, PLACED, Degrees
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -106,12 +106,18 @@ def on_stage(coefficients: tuple[float, ...], option: Option, chunks: Chunks, st
     return sum(weighted(coefficients, chunks.count, i) for i in own) + ends
 
 
+def degree(option: Option, name: str) -> int:
+    """The value of a degree; an algorithm of context parallelism is its place in `CP_COMM_TYPES`."""
+    value = getattr(option.candidate.degrees, name)
+    return CP_COMM_TYPES.index(value) if name == "cp_comm_type" else int(value)
+
+
 def new_choice(model: cp_model.CpModel, options: tuple[Option, ...]) -> Choice:
     """x_c and the degree variables, over the values that occur."""
     literals = tuple(model.new_bool_var(f"candidate[{i}]") for i in range(len(options)))
     degrees = {}
     for name in DEGREES:
-        values = sorted({int(getattr(option.candidate.degrees, name)) for option in options})
+        values = sorted({degree(option, name) for option in options})
         degrees[name] = model.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
     for axis in PLACED:
         for level in range(len(options[0].candidate.placement.tp)):

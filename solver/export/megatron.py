@@ -78,7 +78,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
     model = instance.model
     return [
         *_parallel_flags(model, plan),
-        *_stage_flags(model, plan),
+        *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
         *_shape_flags(model),
     ]
@@ -117,8 +117,8 @@ def _comments(instance: Instance, plan: Plan) -> list[str]:
         lines.append(
             "The plan assumes packed sequences whose documents do not attend to each other: the data has to ask."
         )
-    if model.mtp_depth:
-        lines.append("Multi-token prediction is not part of the plan and is left out.")
+    if model.mtp_depth > instance.workload.mtp_layers:
+        lines.append(f"Of {model.mtp_depth} multi-token-prediction modules {instance.workload.mtp_layers} are trained.")
     return [f"# {line}" for line in lines]
 
 
@@ -144,7 +144,7 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
         if d.ep > 1:
             flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
-        flags += [f"--context-parallel-size {d.cp}", "--cp-comm-type p2p"]
+        flags += [f"--context-parallel-size {d.cp}", f"--cp-comm-type {d.cp_comm_type}"]
     if d.dp_replicate > 1:
         flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:
@@ -163,7 +163,7 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
     return flags
 
 
-def _stage_flags(model: Model, plan: Plan) -> list[str]:
+def _stage_flags(model: Model, plan: Plan, mtp: int) -> list[str]:
     """Layers of the stages, and recompute. The layout also sets the number of virtual stages."""
     flags = []
     if is_hybrid(model):
@@ -174,7 +174,9 @@ def _stage_flags(model: Model, plan: Plan) -> list[str]:
     else:
         flags.append(f"--num-layers {len(model.layers)}")
         if plan.degrees.pp > 1:
-            flags.append(f"--pipeline-model-parallel-layout '{pipeline_layout(plan.chunk_layers)}'")
+            flags.append(f"--pipeline-model-parallel-layout '{pipeline_layout(plan.chunk_layers, mtp)}'")
+        if mtp:
+            flags.append(f"--mtp-num-layers {mtp}")
     setting = plan.stages[0]
     if setting.recompute == "full":
         flags += [
@@ -187,14 +189,17 @@ def _stage_flags(model: Model, plan: Plan) -> list[str]:
     return flags
 
 
-def pipeline_layout(chunks: Sequence[int]) -> str:
-    """The stages in the layout grammar: E embedding, t layer, L loss, `|` between stages, `(...)*n` repeats.
+def pipeline_layout(chunks: Sequence[int], mtp: int = 0) -> str:
+    """The stages in the layout grammar: E embedding, t layer, m module of multi-token prediction, L loss, `|` between
+    stages, `(...)*n` repeats.
 
     Parentheses are expanded first and cannot be nested, single characters after them (`t*5`), so the stage inside a
     repeat may be shortened too.
     """
     last = len(chunks) - 1
-    stages = [("E" if i == 0 else "") + _layers(n) + ("L" if i == last else "") for i, n in enumerate(chunks)]
+    stages = [
+        ("E" if i == 0 else "") + _layers(n) + ("m" * mtp + "L" if i == last else "") for i, n in enumerate(chunks)
+    ]
     parts = [stages[0] + "|"] if last else []
     for stage, run in groupby(stages[1:last]):
         count = len(list(run))

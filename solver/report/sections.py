@@ -55,6 +55,7 @@ MEANING = {
     "pp": "pipeline stages",
     "dp": "data-parallel replicas",
     "cp": "context parallel: every sequence split",
+    "cp_comm_type": "how context parallelism exchanges keys and values",
     "ep": "expert parallel: experts spread",
     "etp": "every expert split",
     "vpp": "chunks of layers per stage",
@@ -177,7 +178,8 @@ def degrees(instance: Instance, plan: Plan) -> Section:
             spread = (f"{level} {n}" for level, n in zip(levels, factors, strict=True) if n > 1)
             where = " x ".join(spread) or "not split"
         said = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        rows.append((Cell(name), number(int(value), said, name), Cell(MEANING[name]), Cell(cut(where))))
+        shown = Cell(said) if isinstance(value, str) else number(int(value), said, name)
+        rows.append((Cell(name), shown, Cell(MEANING[name]), Cell(cut(where))))
     notes = Note(
         f"{degrees_in_words(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}, rank order "
         f"{plan.placement.rank_order}"

@@ -134,11 +134,11 @@ def test_context_parallelism_is_limited_by_every_kind_of_layer() -> None:
     illegal in prime-rl, is legal there.
     """
     model = sw.load_model("nemotron-3-ultra-550b-a55b")
-    pack = replace(MEGATRON_CORE, context=("ulysses-kv",))
+    pack = replace(MEGATRON_CORE, zigzag=False, ulysses_kv="multiple")
     assert {kind.mixer.kv_heads for kind in model.kinds if isinstance(kind.mixer, Attention)} == {2}
-    assert context_faults(pack, model, 1, 2, 131072) == []
-    assert context_faults(pack, model, 1, 8, 131072) == []
-    faults = context_faults(pack, model, 1, 12, 12 * 8192)
+    assert context_faults(pack, model, 1, 2, 131072, "a2a") == []
+    assert context_faults(pack, model, 1, 8, 131072, "a2a") == []
+    faults = context_faults(pack, model, 1, 12, 12 * 8192, "a2a")
     # Both kinds of layer speak, the attention and the Mamba layers.
     assert any("num_attention_heads=64" in fault for fault in faults)
     assert any("mamba n_groups=8" in fault for fault in faults)

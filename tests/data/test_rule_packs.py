@@ -11,7 +11,7 @@ from shardwise.data.model import Latent, Model, Tensor
 from shardwise.data.model_parts import attention, latent_attention, layer, mlp, moe
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
-from shardwise.data.rules import PACKS, Rules, is_linear, load_rules, plan_faults
+from shardwise.data.rules import PACKS, Rules, context_algorithm, is_linear, load_rules, plan_faults
 
 BATCH = 64
 
@@ -29,6 +29,7 @@ def plan_of(
     shared = given.get("cp", 1) * given.get("dp", 1) > 1
     given.setdefault("zero", 1 if 1 in rules.zero_stages else 3 if shared else 0)
     given["sequence_parallel"] = bool(given.get("sequence_parallel"))
+    given.setdefault("cp_comm_type", rules.context[0])
     degrees = Degrees(**given)
     pp, chunks = degrees.pp, layers or (len(model.layers) // degrees.virtual_stages,) * degrees.virtual_stages
     stages = tuple(
@@ -65,7 +66,20 @@ QUESTIONS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
         {"model": model_of(experts=8), "dp": 4, "ep": 4, "dp_replicate": 2},
     ),
     "sequence a multiple of 2 cp": (EVERY, {"cp": 4}),
-    "sequence a multiple of cp alone": (frozenset({"mindspeed", "deepspeed"}), {"seq_len": 1004, "cp": 4}),
+    "sequence a multiple of cp alone": (
+        frozenset({"mindspeed", "deepspeed", "free"}),
+        {"seq_len": 1004, "cp": 4, "cp_comm_type": "a2a"},
+    ),
+    "keys and values in a ring": (EVERY - {"deepspeed"}, {"cp": 4, "cp_comm_type": "p2p"}),
+    "keys and values gathered": (EVERY - {"deepspeed"}, {"cp": 4, "cp_comm_type": "allgather"}),
+    "the sequence exchanged for heads": (
+        MEGATRONS | {"deepspeed", "free"},
+        {"model": model_of(8, 8), "cp": 4, "cp_comm_type": "a2a"},
+    ),
+    "fewer kv heads than are exchanged for": (
+        frozenset({"mindspeed", "deepspeed", "free"}),
+        {"model": model_of(8, 2), "cp": 4, "cp_comm_type": "a2a"},
+    ),
     "sequence a multiple of tp and of 2 cp": (
         MEGATRONS | {"free"},
         {"seq_len": 1032, "tp": 4, "cp": 2, "sequence_parallel": 1},
@@ -249,11 +263,43 @@ def test_accelerate_shards_beside_tensor_and_context_parallelism() -> None:
 
 def test_mindspeed_takes_a_ring_or_ulysses() -> None:
     assert faults_of("mindspeed", model_of(12, 12), seq_len=1000, cp=5) == []  # a ring; 5 does not divide the heads
-    assert faults_of("mindspeed", seq_len=1004, cp=4) == []  # Ulysses; 8 does not divide the sequence
-    assert faults_of("mindspeed", seq_len=1004, tp=2, cp=4) == []
-    assert faults_of("mindspeed", seq_len=1004, tp=4, cp=4) == [
-        "cp=4 needs seq_len=1004 to be a multiple of 8, or tp x cp = 16 does not divide num_attention_heads=8"
+    assert faults_of("mindspeed", seq_len=1004, cp=4, cp_comm_type="a2a") == []  # 8 does not divide the sequence
+    assert faults_of("mindspeed", seq_len=1004, tp=2, cp=4, cp_comm_type="a2a") == []
+    assert faults_of("mindspeed", seq_len=1004, tp=4, cp=4) == ["cp=4 needs seq_len=1004 to be a multiple of 8"]
+    assert faults_of("mindspeed", seq_len=1004, tp=4, cp=4, cp_comm_type="a2a") == [
+        "tp x cp = 16 does not divide num_attention_heads=8"
     ]
+
+
+# -- Megatron-Core -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_megatron_takes_no_sliding_window_and_nothing_else_latent_attention() -> None:
+    windowed = layer(512, attention(512, 8, 8, 64, window=256), mlp(512, 2048, gated=True))
+    sliding = replace(model_of(), layers=(windowed,) * 8)
+    assert faults_of("megatron-core", sliding, cp=2) == [
+        "cp_comm_type=p2p does not take a sliding window of 256: use allgather or a2a"
+    ]
+    assert faults_of("megatron-core", sliding, cp=2, cp_comm_type="a2a") == []
+    assert faults_of("free", sliding, cp=2) == []
+    narrow = layer(512, latent_attention(512, 8, Latent(None, 128, 64, 32), 64), mlp(512, 2048, gated=True))
+    latent = replace(model_of(), layers=(narrow,) * 8)
+    assert faults_of("megatron-core", latent, cp=2) == []
+    assert faults_of("megatron-core", latent, cp=2, cp_comm_type="allgather") == [
+        "cp_comm_type=allgather does not take keys of 96 with values of 64: use p2p"
+    ]
+
+
+def test_a_plan_without_an_algorithm_has_the_first_that_takes_the_model() -> None:
+    windowed = layer(512, attention(512, 8, 8, 64, window=256), mlp(512, 2048, gated=True))
+    sliding = replace(model_of(), layers=(windowed,) * 8)
+    for pack, model, expected in (
+        ("megatron-core", model_of(), "p2p"),
+        ("megatron-core", sliding, "allgather"),
+        ("deepspeed", model_of(), "a2a"),
+        ("deepspeed", sliding, "a2a"),
+    ):
+        assert context_algorithm(load_rules(pack), model, 1, 2, 1024) == expected
 
 
 def test_dualpipe_v_of_mindspeed_wants_untied_embeddings_whole_sequences_and_a_layer_for_every_chunk() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from universe import (
@@ -21,12 +22,14 @@ from universe import (
     instance_of,
     instances,
     llama,
+    profiles,
 )
 
 from shardwise.data.profile import load_profile
 from shardwise.data.workload import Training
 from shardwise.formulations.bounds import grid_bounds, least_memory_bytes, memory_fits, quick_bounds_s
 from shardwise.formulations.candidates import Candidate, enumerate_grids
+from shardwise.formulations.dominance import dominated
 from shardwise.formulations.memory import MIB
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.search import UNLIMITED, Search
@@ -34,6 +37,7 @@ from shardwise.solver.search import UNLIMITED, Search
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Plan
+    from shardwise.data.profile import Profile
 
 ROUNDING = 1 + 1e-12
 
@@ -81,6 +85,49 @@ def test_the_candidates_are_those_of_the_universe(instance: Instance) -> None:
     assert set(listed) == set(corners(instance))
 
 
+@examples(10)
+@given(instances(), profiles())
+def test_a_plan_that_a_ring_dominates_has_a_twin_that_is_as_good_and_leaner(
+    instance: Instance, profile: Profile
+) -> None:
+    """(D1)-(D3), plan by plan, in whole units, time and energy."""
+    dominated_plans(replace(instance, profile=profile))
+
+
+@pytest.mark.parametrize("rules", ["megatron-core", "torchtitan"])
+def test_a_ring_dominates_what_waits_for_more(rules: str) -> None:
+    limits = ("cp>=2", "tp=1", "pp=1", "micro_batch<=2", "zero<=2", "dp_replicate=1", "recompute=none")
+    instance = instance_of(
+        llama(2, 4096), (4, 4), (NVLINK, INFINIBAND), rules=rules, limits=limits, workload=Training(4096, 8)
+    )
+    assert dominated_plans(instance) > 10
+
+
+def dominated_plans(instance: Instance) -> int:
+    """How many admitted plans are dominated, each of which is held against its twin by a ring."""
+    best = Search(instance, None, None).best_case
+    beaten = {
+        (grid.degrees(row), grid.shape.schedule)
+        for grid in enumerate_grids(instance)
+        for row in np.nonzero(dominated(best, grid))[0].tolist()
+    }
+    if not beaten:
+        return 0
+    search, found = search_of(instance)
+    chosen = [own for own in found if (replace(own.plan.degrees, dp_replicate=1), own.plan.schedule) in beaten]
+    for own in chosen:
+        twin = replace(own.plan, degrees=replace(own.plan.degrees, cp_comm_type="p2p"))
+        mine, theirs = (evaluate(instance, plan, unit_s=search.unit_s) for plan in (own.plan, twin))
+        assert theirs.admitted
+        assert all(a <= b for a, b in zip(theirs.memory_mib, mine.memory_mib, strict=True))
+        assert theirs.objective_units is not None
+        assert theirs.objective_units <= own.units
+        assert mine.energy is not None
+        assert theirs.energy is not None
+        assert theirs.energy.joules_per_step.value <= mine.energy.joules_per_step.value
+    return len(chosen)
+
+
 @examples(30)
 @given(instances(), st.floats(0, 1))
 def test_grid_bounds_are_below_the_fastest_plan_of_each_row(instance: Instance, rank: float) -> None:
@@ -89,7 +136,7 @@ def test_grid_bounds_are_below_the_fastest_plan_of_each_row(instance: Instance, 
     least = least_seconds(found)
     values = sorted(least.values())
     incumbents = [None, *values[:1], *values[int(rank * (len(values) - 1)) :][:1]]
-    for grid in search.enumerate():
+    for grid in search.enumerate(prune=False):
         keys = [(grid.degrees(row), grid.shape.schedule) for row in range(len(grid))]
         rows = {row: least[key] for row, key in enumerate(keys) if key in least}
         fits, quick_s = memory_fits(search.best_case, grid), quick_bounds_s(search.best_case, grid)

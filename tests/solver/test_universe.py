@@ -29,7 +29,7 @@ from universe import (
 )
 
 from shardwise.data.pipeline import schedules_of
-from shardwise.data.plan import Degrees, Placement, Plan, Stage
+from shardwise.data.plan import CP_COMM_TYPES, Degrees, Placement, Plan, Stage
 from shardwise.data.workload import Training
 from shardwise.solver import close
 from shardwise.solver.close import new_solver
@@ -161,6 +161,39 @@ def test_rows_without_a_place_do_not_take_others_of_their_shape_along(objective:
     assert result.plan.degrees.dp == 8
 
 
+@pytest.mark.parametrize("rules", ["megatron-core", "megatron-core+free-chunks", "free"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ("stage[0]=1",),
+        ("stage[5]=0", "pp=2"),
+        ("stage[1]=stage[4]", "pp>=2"),
+        ("stage[2]>=1", "stage[3]<=1"),
+        ("stage[1]=5",),
+    ],
+)
+def test_exhaustive_search_and_the_solver_agree_on_pinned_layers(rules: str, limits: tuple[str, ...]) -> None:
+    small = ("tp=1", "cp=1", "micro_batch=1", "zero<=1", "dp<=2", "vpp<=2", "recompute=none")
+    instance = instance_of(llama(6), (4,), rules=rules, workload=Training(1024, 8), limits=(*small, *limits))
+    for prune in (True, False):
+        result = solve(instance=instance, workers=1, prune=prune)
+        agrees(instance, result, admitted(instance, result.report["unit_s"]))
+
+
+def test_nodes_that_are_kept_free_are_left_out_of_the_best_plan() -> None:
+    def nodes(*limits: str) -> int:
+        instance = instance_of(
+            llama(), (2, 2, 2, 2), (NVLINK, INFINIBAND), workload=Training(1024, 16), limits=("zero=1", *limits)
+        )
+        result = solve(instance=instance, workers=1)
+        assert result.evaluation is not None
+        return result.evaluation.nodes
+
+    assert nodes() == 4
+    assert nodes("free_nodes>=1") <= 3
+    assert nodes("free_nodes=3") == 1
+
+
 @pytest.mark.parametrize("objective", ["step-time", "energy", "devices"])
 def test_a_deadline_of_just_the_shortest_step_is_met(objective: str) -> None:
     instance = instance_of(
@@ -274,6 +307,7 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
             micro_batch=data.draw(st.sampled_from((1, 2, 3, 4))),
             zero=data.draw(st.integers(0, 3)),
             sequence_parallel=data.draw(st.booleans()),
+            cp_comm_type=data.draw(st.sampled_from(CP_COMM_TYPES)),
         )
         micro_batches = max(instance.workload.global_batch // (degrees.dp * degrees.micro_batch), 1)
         possible = splits(layers, degrees.pp, degrees.vpp)
@@ -283,7 +317,7 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
             schedule = "1f1b"
         stages = tuple(Stage(own) for own in chunks_by_stage(chunks, degrees.pp, schedule))
         evaluation = evaluate(instance, Plan(degrees, stages, placement, micro_batches, schedule=schedule))
-        limit_faults = [fault for fault in evaluation.limit_faults if not fault.startswith("recompute")]
+        limit_faults = [fault for fault in evaluation.limit_faults if not fault.startswith(("recompute", "layer"))]
         # Where both orders reach a placement the universe holds it once, under the first.
         twins = {Corner(degrees, replace(placement, rank_order=order), micro_batches, schedule) for order in orders}
         pointless = degrees.zero > 1 and degrees.cp * degrees.dp == 1

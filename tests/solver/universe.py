@@ -26,7 +26,7 @@ from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, T
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import load_rules
+from shardwise.data.rules import load_rules, mtp_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.data.pipeline import Schedule
-    from shardwise.data.plan import RankOrder
+    from shardwise.data.plan import CpCommType, RankOrder
     from shardwise.data.profile import Profile
 
 THOROUGH = bool(os.environ.get("SHARDWISE_THOROUGH"))
@@ -216,11 +216,14 @@ LIMITS = (
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
-    "schedule=interleaved-1f1b", "schedule=dualpipe-v",
+    "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
+    "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
+    "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
 )  # fmt: skip
 SHRINKING = (
-    "vpp<=3", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1", "dp_replicate=1",
-    "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1", "pp<=2", "tp=1", "pp=1",
+    "vpp<=3", "cp_comm_type=p2p", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1",
+    "dp_replicate=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1",
+    "pp<=2", "tp=1", "pp=1",
 )  # fmt: skip
 DEEP = (
     "cp=1",
@@ -248,6 +251,7 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"lora_rank": 16, "lora_modules": "attention"},
     {"lora_rank": 64, "base_precision": "nf4"},
     {"lengths": ((100, 3), (700, 1))},
+    {"mtp_layers": 1},
 )
 """Adapters and packing, each in one instance of a few."""
 
@@ -257,7 +261,11 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
     """An instance of at most `most` plans; its memory limit is drawn from what its own plans need."""
     sizes, links = draw(clusters())
     batch = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 64)))
-    tuned = draw(st.sampled_from(TUNINGS))
+    model, profile, tuned = draw(models()), draw(profiles()), draw(st.sampled_from(TUNINGS))
+    if "mtp_layers" in tuned:
+        model = replace(model, mtp_depth=1)
+        if mtp_faults(load_rules("free"), model, 1):
+            tuned = {}
     workload = Training(
         draw(st.sampled_from((512, 1000, 2048, 4096))),
         batch,
@@ -266,9 +274,10 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         attention=draw(st.sampled_from(("flash", "unfused"))),
         **tuned,
     )
-    rules = draw(st.sampled_from(PACKS)) + draw(st.sampled_from(("", "", "+free-chunks")))
-    model, profile = draw(models()), draw(profiles())
-    limits = draw(st.lists(st.sampled_from(LIMITS), max_size=2, unique=True))
+    packs = [name for name in PACKS if not mtp_faults(load_rules(name), model, workload.mtp_layers)]
+    rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
+    own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
+    limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
     def build(limits: list[str], memory_bytes: int) -> Instance:
@@ -329,6 +338,8 @@ class Corner:
     def plans(self, instance: Instance) -> Iterator[Plan]:
         d = self.degrees
         for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks):
+            if not pinned(instance, chunks, d.pp, self.schedule):
+                continue
             stages = chunks_by_stage(chunks, d.pp, self.schedule)
             for setting in recompute_settings(instance, stages):
                 yield Plan(
@@ -338,6 +349,17 @@ class Corner:
                     self.micro_batches,
                     schedule=self.schedule,
                 )
+
+
+def pinned(instance: Instance, chunks: tuple[int, ...], pp: int, schedule: str) -> bool:
+    """Whether the layers lie where the limits want them."""
+    on: list[int] = []
+    for i, layers in enumerate(chunks):
+        folded = schedule in ("zb-v", "dualpipe-v") and i >= pp
+        on += [2 * pp - 1 - i if folded else i % pp] * layers
+    return all(allowed.low <= on[layer] <= allowed.high for layer, allowed in instance.limits.pinned.items()) and all(
+        on[one] == on[other] for one, other in instance.limits.together
+    )
 
 
 def chunks_by_stage(chunks: tuple[int, ...], pp: int, schedule: str) -> list[tuple[int, ...]]:
@@ -364,6 +386,7 @@ def count_plans(instance: Instance, enough: int) -> int:
             per_shape[key] = sum(
                 _count_settings(instance, chunks_by_stage(chunks, d.pp, corner.schedule))
                 for chunks in splits(len(instance.model.layers), d.pp, d.vpp, even=instance.rules.even_chunks)
+                if pinned(instance, chunks, d.pp, corner.schedule)
             )
         total += per_shape[key]
         if total > enough:
@@ -441,7 +464,8 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
     )
     sizes = range(1, devices + 1)
     for tp, cp in itertools.product(sizes, sizes):
-        if tp * cp > devices or not divides(instance, tp) or not divides_context(instance, tp, cp):
+        algorithms = [] if tp * cp > devices or not divides(instance, tp) else ways_of_context(instance, tp, cp)
+        if not algorithms:
             continue
         for pp, dp in itertools.product(sizes, sizes):
             if tp * cp * pp * dp > devices or (pp > 1 and pack_of(instance) == "accelerate"):
@@ -451,14 +475,14 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                     continue
                 if vpp > 1 and pp == 1:
                     continue
-                for (zero, sp), (ep, etp) in itertools.product(
-                    itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp)
+                for (zero, sp), (ep, etp), algorithm in itertools.product(
+                    itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp), algorithms
                 ):
                     if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
                     if not may_shard(instance, zero, tp, cp, pp, dp):
                         continue
-                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp)
+                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, cp_comm_type=algorithm)
                     if within_limits(instance, degrees):
                         yield degrees, batch // (micro_batch * dp)
 
@@ -507,27 +531,33 @@ def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]
     ]
 
 
-def divides_context(instance: Instance, tp: int, cp: int) -> bool:
-    """The rows of docs/rules.md on what context parallelism divides."""
+def ways_of_context(instance: Instance, tp: int, cp: int) -> list[CpCommType]:
+    """The rows of docs/rules.md on context parallelism: the algorithms that its degree may have."""
     if cp == 1:
-        return True
-    ring, heads, kv_heads = instance.workload.seq_len % (2 * cp) == 0, instance.workload.seq_len % cp == 0, True
-    for kind in instance.model.layers:
-        if isinstance(kind.mixer, Attention):
-            here = max(kind.mixer.kv_heads // tp, 1)
-            heads = heads and kind.mixer.heads % (tp * cp) == 0
-            kv_heads = kv_heads and (here % cp == 0 or cp % here == 0)
-    if not {"mindspeed": ring or heads, "deepspeed": heads and kv_heads}.get(pack_of(instance), ring):
-        return False
+        return ["p2p"]
+    pack, seq_len = pack_of(instance), instance.workload.seq_len
+    halves, whole = seq_len % (2 * cp) == 0, seq_len % cp == 0
+    ring, gather, ulysses = pack != "deepspeed" and halves, pack != "deepspeed" and halves, whole
+    if pack in ("torchtitan", "accelerate"):
+        ulysses = False
+    if pack == "megatron-core":
+        ulysses = halves
     for kind in instance.model.layers:
         mixer = kind.mixer
+        if isinstance(mixer, Attention):
+            here = max(mixer.kv_heads // tp, 1)
+            several = {"megatron-core": here % cp == 0, "mindspeed": True}.get(pack, here % cp == 0 or cp % here == 0)
+            ulysses = ulysses and mixer.heads % (tp * cp) == 0 and several
+            if pack == "megatron-core" and mixer.window:
+                ring = False
         if isinstance(mixer, Mamba):
             if mixer.heads is None or mixer.heads % (tp * cp):
-                return False
+                return []
             groups = max(mixer.groups // tp, 1)
             if groups % cp != 0 and cp % groups != 0:
-                return False
-    return True
+                return []
+    accepted: dict[CpCommType, bool] = {"p2p": ring, "allgather": gather, "a2a": ulysses}
+    return [name for name, legal in accepted.items() if legal]
 
 
 def has_experts(instance: Instance) -> bool:
@@ -535,11 +565,13 @@ def has_experts(instance: Instance) -> bool:
 
 
 def within_limits(instance: Instance, degrees: Degrees) -> bool:
-    """All but the limit on dp_replicate, which `replicas` keeps."""
+    """All but the limits on dp_replicate, nodes, layers and the schedule, which are kept elsewhere."""
+    if instance.limits.cp_comm_type not in (None, degrees.cp_comm_type):
+        return False
     return all(
         allowed.low <= int(getattr(degrees, name)) <= allowed.high
         for name, allowed in instance.limits.ranges.items()
-        if name != "dp_replicate"
+        if name not in ("dp_replicate", "free_nodes")
     )
 
 
@@ -633,6 +665,9 @@ def placements(instance: Instance, degrees: Degrees) -> list[Placement]:
         blocks = tuple(prod(own) for own in zip(tp, cp, pp, dp, strict=True))
         if not holds(instance.cluster.root, blocks):
             continue
+        free = instance.limits.range("free_nodes")
+        if not free.low <= nodes(instance.cluster.root) - prod(blocks[1:]) <= free.high:
+            continue
         orders: tuple[RankOrder, ...] = ("tp-dp-pp",)
         alike = degrees.pp == 1 or degrees.ep * degrees.etp == degrees.tp * degrees.cp
         if alike and pack_of(instance) in ("megatron-core", "mindspeed"):
@@ -683,6 +718,10 @@ def _depth(domain: Domain) -> int:
     return 1 + _depth(domain.children[0]) if domain.children else 0
 
 
+def nodes(domain: Domain) -> int:
+    return sum(nodes(child) for child in domain.children) if domain.children else 1
+
+
 def device_count(domain: Domain) -> int:
     return domain.devices if not domain.children else sum(device_count(child) for child in domain.children)
 
@@ -730,7 +769,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         per_stage.append((stage.recompute_layers, selective))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
-        (d.devices, d.pp, d.tp, d.cp, d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
+        (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
+        (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
         (d.micro_batch, (1, 0, 2, 3).index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),

@@ -1,0 +1,78 @@
+"""Algorithms of context parallelism that another one makes pointless, told before any plan is bounded.
+
+(D1) Of two candidates that differ in `cp_comm_type` alone and lie alike, let the one by a ring have passes of every
+     layer kind that are no longer, and no more exposed communication in them. It has less element-wise work. Every
+     stage of the same split then keeps no more memory, as (M6) and copied key/value heads count for the others alone,
+     is no later at any pass, and what a shorter pass hides less of the gradient sync, `dp_comm_overlap` times the
+     difference, its end gains back at least once. So the step is no longer, and its compute, its communication and with
+     them its energy are no more.
+(D2) A pass takes (D^q + H^q)^(1/q), D the device's time and H the host's (layer_time, J3), so with D_ring <= D_other
+     the ring's is no longer where H_ring^q - H_other^q <= D_other^q - D_ring^q. The right side grows with all that D
+     has in common: it is enough to ask at the fastest place of every other group, for every place of this one. The
+     difference of the two passes is least there, or is that of D where much else is to be done.
+(D3) Whole units (F1) round what is hidden the other way. Passes that differ have to do so by `MARGIN_S` beyond what
+     overlap takes, more than all rounding of any step that lasts less than 1,000 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.data.model import Attention
+from shardwise.formulations.candidates import context_algorithms
+from shardwise.formulations.layer_costs import Groups, context_terms
+from shardwise.formulations.layer_time import layer_time
+from shardwise.formulations.step_time import spans_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from shardwise.formulations.bounds import BestCase
+    from shardwise.formulations.candidates import Grid
+    from shardwise.formulations.layer_costs import Sharding
+
+MARGIN_S = 1e-6
+
+
+def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
+    """(D1) Which rows of a grid have one by a ring that is at least as good, before it in the tie order, and legal."""
+    shape, instance = grid.shape, best.tables.instance
+    if shape.cp_comm_type == "p2p" or "p2p" not in context_algorithms(instance, shape.tp, shape.cp):
+        return np.zeros(len(grid), dtype=bool)
+    sizes, at = np.unique(grid.micro_batch, return_inverse=True)
+    return np.array([ring_wins(best, shape.sharding(int(size))) for size in sizes], dtype=bool)[at]
+
+
+def ring_wins(best: BestCase, sharding: Sharding) -> bool:
+    """(D2), (D3) for every layer kind and place of the group."""
+    if sharding not in best.ring_wins:
+        best.ring_wins[sharding] = best.fits_somewhere(sharding) and _ring_wins(best, sharding)
+    return best.ring_wins[sharding]
+
+
+def _ring_wins(best: BestCase, sharding: Sharding) -> bool:
+    instance, profile = best.tables.instance, best.tables.instance.profile
+    ring = replace(sharding, cp_comm_type="p2p")
+    kinds = [
+        (kind, least)
+        for kind, least in zip(instance.model.kinds, best.terms(ring).kinds, strict=True)
+        if isinstance(kind.mixer, Attention)
+    ]
+    for factors in best.group_factors(sharding.cp):
+        groups = Groups((), (spans_of(factors, instance.levels),))
+        for kind, least in kinds:
+            own, other = (context_terms(instance, kind, way, groups) for way in (ring, sharding))
+            common = replace(least, context_forward=0.0, context_backward=0.0, launches=least.launches - own.launches)
+            one, two = (layer_time(common + context, profile, sharding.tp) for context in (own, other))
+            gains = (
+                two.forward_s - one.forward_s,
+                two.backward_s - one.backward_s,
+                other.exchange_forward - profile.cp_comm_exposed * own.context_forward,
+                other.exchange_backward - profile.cp_comm_exposed * own.context_backward,
+            )
+            if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
+                return False
+    return True
