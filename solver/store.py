@@ -95,6 +95,7 @@ COLUMNS = (
     Column("micro_batches", "Int64", "a step and replica"),
     Column("zero", "Int64", "ZeRO stage, 3 for FSDP"),
     Column("dp_replicate", "Int64", "whole copies among the replicas (HSDP)"),
+    Column("cp_comm_type", "category", "algorithm of context parallelism"),
     Column("sequence_parallel", "boolean", "with tensor parallelism"),
     Column("schedule", "category", "of the pipeline"),
     Column("recompute", "string", "modes of the stages, separated by commas"),

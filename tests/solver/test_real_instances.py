@@ -60,7 +60,7 @@ def test_large_instances_are_closed_by_bounds_and_little_search(
 def test_every_candidate_is_accounted_for() -> None:
     counts = solved("llama-3.1-70b", "dgx-h100:8", 8192, 512).report["candidates"]
     rows_left = counts["enumerated"] - counts["pruned_by_memory"] - counts["pruned_by_work_bound"]
-    rows_left -= counts["pruned_by_shape_bound"]
+    rows_left -= counts["pruned_by_shape_bound"] + counts["pruned_by_dominance"]
     # Each row left is expanded into its placements, and each of those is pruned or closed.
     assert counts["placements_expanded"] >= rows_left
     ways = ("pruned_by_placement_bound", "pruned_by_split_bound", "pruned_by_tie_order", "solved")
