@@ -182,10 +182,10 @@ class FreeChunks:
 
     # -- (C5) -----------------------------------------------------------------------------------------------------
 
-    def better(self, cuts: Ints, rounds: int) -> Iterator[Split | None]:
+    def better(self, cuts: Ints, rounds: int, seed: int = 0) -> Iterator[Split | None]:
         """(C5) from one split on: every split that is faster than all before it, with settings; none for each of some
         rounds of moves."""
-        moves, draw = _moves(self.chunks), np.random.default_rng(0)
+        moves, draw = _moves(self.chunks), np.random.default_rng(seed)
         here, step = cuts, 2**62
         best, least = here, self.limit + 1
         for _ in range(rounds):

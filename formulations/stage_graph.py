@@ -32,39 +32,40 @@ MOST_ARCS = 1_000_000
 """(W2) Entries of the table, and arcs, that are kept at most."""
 MOST_WAYS = 30_000
 """(W3) What is timed at most, in a few seconds."""
-HALVINGS = 8
+TRIES = 16
 CLOSE = 1e-3
-"""(W3) Values of T that are tried, and the share of the step that they close in to."""
+"""(W3) Values of T that are tried, and by what share of itself the first of them is above a bound."""
 
 
-def by_ways(free: FreeChunks, path: MeanPath, least: int, tries: int = HALVINGS) -> tuple[int, Ints | None]:
+def by_ways(free: FreeChunks, path: MeanPath, least: int, tries: int = TRIES) -> tuple[int, Ints | None]:
     """(C4) A bound of at least `least`, which is one itself, and the fastest cuts that were timed. It is above the limit
-    where no plan is within it. Tries T = limit, then halves the way to the bound until the ways are few."""
+    where no plan is within it. Tries T = limit, then values above the bound: twice as far each time until the ways are
+    many, then half as far."""
     if (free.p + 1) * free.v * (free.layers + 1) ** 2 > MOST_CELLS:
         return least, None
-    ahead = Ahead(free, path)
-    low, high, within = least, free.limit + 1, free.limit
-    known, cuts = 2**62, None
-    for _ in range(tries):
-        if within < low:
-            break
+    ahead, cuts = Ahead(free, path), None
+    finest = int(CLOSE * least)
+    low, within, step, growth = least, free.limit, finest, 2.0
+    for tried in range(tries):
         graph = stage_graph(ahead, within)
-        ways = None if graph is None else graph.ways()
         if graph is not None:
             low = max(low, min(graph.least, within + 1))
-        if ways is None:
-            high = within
-        else:
-            low = within + 1
+        ways = None if graph is None else graph.ways()
+        if ways is not None:
+            low = max(low, within + 1)
             if len(ways):
                 steps = free.steps(ways)
                 first = int(steps.argmin())
-                known, cuts = int(steps[first]), ways[first]
-            if known <= within:
-                return max(least, known), cuts
-        within = (low + high) // 2
-        if high - low < CLOSE * high:
+                cuts = ways[first]
+                if steps[first] <= within:
+                    return max(least, int(steps[first])), cuts
+        elif tried:
+            growth = 0.5
+        if tried:
+            step = int(step * growth)
+        if low > free.limit or step < finest:
             break
+        within = min(low + step, free.limit)
     return low, cuts
 
 

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from shardwise.formulations.timeline import Shape
     from shardwise.solver.search import Search
 
-FIRST_TURNS = 150
-"""(C2) Turns before splits are looked for."""
-FIRST_ROUNDS, ROUNDS = 50, 250
-"""(C5) Rounds of local search before the turns, and after them from each of two splits: the one that they lead to, and the
-best so far."""
+FIRST_ROUNDS = 50
+"""(C5) Rounds of local search before there is a relaxation."""
+PHASES: tuple[tuple[int | None, int], ...] = ((240, 120), (None, 600))
+"""(C2) Turns, and (C5) rounds of local search after them, from each of two splits: the one that the turns lead to, and the
+best so far. Then (C4)."""
 
 
 def tighten(search: Search) -> None:
     """(C1)-(C5) for candidates whose value is a multiple of their step time, best bound first. A bound holds for all
-    candidates of the same shape and times."""
-    known: dict[tuple[Shape, TimeCoefficients], int] = {}
+    candidates of the same shape and times, and is theirs at once: the time may be up at any turn."""
+    alike: dict[tuple[Shape, TimeCoefficients], list[int]] = {}
     for position, option in enumerate(search.open):
-        even = option.candidate.degrees.vpp == 1 or search.instance.rules.even_chunks
-        if even or not option.worth.plain or search.beaten(option):
-            continue
-        alike = option.candidate.shape, option.time
-        for bound in [known[alike]] if alike in known else raised(search, option):
-            known[alike] = max(option.bound, bound, known.get(alike, 0))
-            search.open[position] = replace(option, bound=max(option.bound, known[alike]))
+        if option.candidate.degrees.vpp > 1 and not search.instance.rules.even_chunks and option.worth.plain:
+            alike.setdefault((option.candidate.shape, option.time), []).append(position)
+    for positions in alike.values():
+        first = next((search.open[own] for own in positions if not search.beaten(search.open[own])), None)
+        for bound in raised(search, first) if first is not None else ():
+            for own in positions:
+                search.open[own] = replace(search.open[own], bound=max(search.open[own].bound, bound))
             search.report("pruning", search.least_s(search.open), len(search.open))
             search.check_time()
     search.drop_beaten()
@@ -61,7 +61,7 @@ def raised(search: Search, option: Option) -> Iterator[int]:
     yield from _searched(search, free, np.array(known[1].cuts), bound, FIRST_ROUNDS)
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
     game = play(free, np.array(search.seen[candidate.tie_key][1].cuts))
-    for turns in (FIRST_TURNS, None):
+    for seed, (turns, rounds) in enumerate(PHASES):
         starts = []
         for length, mean, cuts in itertools.islice(game, turns):
             if length > bound:
@@ -74,16 +74,19 @@ def raised(search: Search, option: Option) -> Iterator[int]:
             split, _ = free.fastest(np.unique(starts, axis=0), UNLIMITED)
             if split is not None:
                 search.try_split(candidate, split)
-                yield from _searched(search, free, np.array(split.cuts), bound, ROUNDS)
-        yield from _searched(search, free, np.array(search.seen[candidate.tie_key][1].cuts), bound, ROUNDS)
-    free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-    bound, cuts = by_ways(free, path, bound)
-    yield _offer_cuts(search, free, cuts, bound)
+                yield from _searched(search, free, np.array(split.cuts), bound, rounds, seed)
+        best = np.array(search.seen[candidate.tie_key][1].cuts)
+        yield from _searched(search, free, best, bound, rounds, seed + 1)
+        nearer = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
+        bound, cuts = by_ways(nearer, path, bound)
+        yield _offer_cuts(search, nearer, cuts, bound)
+        if bound >= search.longest(candidate):
+            return
 
 
-def _searched(search: Search, free: FreeChunks, cuts: Ints, bound: int, rounds: int) -> Iterator[int]:
+def _searched(search: Search, free: FreeChunks, cuts: Ints, bound: int, rounds: int, seed: int = 0) -> Iterator[int]:
     """Offer the plans that local search finds; `bound` as it is, once a round."""
-    for better in free.better(cuts, rounds):
+    for better in free.better(cuts, rounds, seed):
         if better is not None:
             search.try_split(free.candidate, better)
         yield bound

@@ -84,7 +84,8 @@ def test_a_mean_of_paths_bounds_every_step_and_is_the_longest_without_spread(
     """(E4) under the durations that it was mixed for and under any others."""
     shape = data.draw(shapes(schedule))
     own, others = (tuple(part.astype(float) for part in numbers(shape, seed + more, 9 + 41 * more)) for more in (0, 1))
-    paths = mixed_paths(shape, *(part[..., 0] for part in own), np.array([1e-6, 0.5, 30.0]))
+    durations, lags, tails = (part[..., 0] for part in own)
+    paths = mixed_paths(shape, durations, lags, tails, np.array([1e-6, 0.5, 30.0]))
     assert paths.stages.sum(axis=0) == pytest.approx(1)
     for durations, lags, tails in (own, others):
         held = np.tensordot(durations, paths.passes, ((0, 1), (0, 1))) + lags.T @ paths.hops
