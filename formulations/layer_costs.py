@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from shardwise.data.adapters import adapts
@@ -147,10 +148,11 @@ class LayerTerms:
     gemm_frozen: float = 0.0
 
     def __add__(self, other: LayerTerms) -> LayerTerms:
-        return LayerTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+        return LayerTerms(*map(add, _values(self), _values(other)))
 
 
 TERMS = tuple(field.name for field in fields(LayerTerms))
+_values = attrgetter(*TERMS)
 
 
 @dataclass(frozen=True, slots=True)
