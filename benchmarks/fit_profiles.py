@@ -1,10 +1,11 @@
 """Fit every profile in `data/profiles/` to the measured runs that ship with the package.
 
-    python benchmarks/fit_profiles.py [--rows data/measured/training_calibration.csv] [--out data/profiles]
+    python benchmarks/fit_profiles.py [--rows data/measured/training_calibration.csv] [--out data/profiles] [--only NAME]
 
 First the shared constants, then each generation's own around them (`solver/hierarchy.py`). Of a generation's own
 constants those are kept whose removal raises its leave-one-sweep-out error; the rest stay at the shared value. Memory
 constants are fitted where a generation has readings or runs that ran out of memory. Facts and bounds in the files stay.
+`--only` fits one generation around the shared constants as they stand.
 Prints in-sample and leave-one-source-out errors. Deterministic; some minutes.
 """
 
@@ -21,12 +22,13 @@ from shardwise.data import profile as profiles_module
 from shardwise.data.profile import BASE, list_profiles, load_profile, profile_document, profile_from
 from shardwise.data.runs import read_runs
 from shardwise.formulations.table import step_times_s
-from shardwise.solver.calibrate import document_of, to_toml
+from shardwise.solver.calibrate import document_of, matters, to_toml
 from shardwise.solver.fitting import MEMORY_WIDTHS, TIME_PRIORS, TIME_WIDTHS, fit_memory, fit_time
 from shardwise.solver.hierarchy import (
     OWN_WEIGHT,
     Timed,
     bounds_of,
+    fact_names,
     fit_shared,
     timed_rows,
     with_constants,
@@ -42,6 +44,8 @@ ASSUMED = ("cp_comm_exposed", "ep_comm_exposed", "p2p_exposed_interleaved", "ste
 still have its own."""
 MOVED = 0.05
 """A memory constant stays at the shared value when it moves by less than this share of its width."""
+CAUGHT, QUANTILES = 0.97, range(100, 106)
+"""Runs out of memory that a profile calls so, and the percents of a prediction that are tried for it."""
 FOLDS = 8
 WORSE = 1e-4
 """A constant goes when the leave-one-sweep-out error without it is not higher by this much."""
@@ -71,7 +75,8 @@ def held_out_error(rows: Timed, folds: Any, weights: Any, prior: Profile, name: 
 
 
 def chosen_names(rows: Timed, folds: Any, weights: Any, prior: Profile, name: str, candidates: list[str]) -> list[str]:
-    """Backward elimination by the leave-one-sweep-out error."""
+    """Backward elimination by the leave-one-sweep-out error, from the candidates that move a row."""
+    candidates = [one for one in candidates if matters(one, prior, lambda own: step_times_s(rows.table, own))]
     everything = own_fit(rows, weights, prior, name, candidates)
     kept = list(candidates)
 
@@ -105,6 +110,10 @@ def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[
         for constant, width in MEMORY_WIDTHS.items()
         if abs(getattr(fit.profile, constant) - getattr(prior, constant)) > MOVED * width
     }
+    load = table.peaks(fit.profile, np.full(len(rows), "device"))[ran_out] / table.capacity[ran_out, 0]
+    quantile = least_quantile(load)
+    if quantile > 1:
+        found["memory_quantile"] = quantile
     read = fit.residuals[np.isfinite(fit.residuals)]
     if len(read) >= 10:
         spread = 1.4826 * float(np.median(np.abs(read - np.median(read))))
@@ -112,37 +121,55 @@ def memory_constants(planned: list[Planned], prior: Profile, name: str) -> dict[
     return found
 
 
+def least_quantile(load: np.ndarray[Any, Any]) -> float:
+    """The least whole percent from 1 up that calls enough of the runs that ran out so; `load` is device memory predicted
+    over that of the device. 1 where none does, or there are no such runs."""
+    for percent in QUANTILES if len(load) else ():
+        if np.mean(load * percent / 100 > 1) >= CAUGHT:
+            return percent / 100
+    return 1.0
+
+
+def shared_document(timed: Timed) -> dict[str, Any]:
+    """The shared profile fitted to all rows."""
+    names = [name for name in TIME_WIDTHS if name not in ASSUMED]
+    document = profile_document(BASE)
+    for name in ASSUMED:
+        document["constants"][name]["value"] = TIME_PRIORS[name]
+    shared = fit_shared(timed, names)
+    constants = {name: getattr(shared, name) for name in names}
+    for entry in document["constants"].values():
+        entry.pop("fitted", None)
+    sources = len(dict.fromkeys(timed.source.tolist()))
+    to = f"{len(timed.measured_s)} runs of {sources} sources, benchmarks/fit_profiles.py"
+    print(BASE, {name: float(f"{value:.3g}") for name, value in constants.items()})
+    return document_of(BASE, document["description"], document["constants"], constants, to)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, default=Path("data/measured/training_calibration.csv"))
     parser.add_argument("--out", type=Path, default=Path("data/profiles"))
+    parser.add_argument("--only", metavar="NAME", choices=list_profiles())
     arguments = parser.parse_args()
     planned = planned_runs(read_runs(arguments.rows))
     timed_planned = [p for p in planned if p.timed]
     timed = timed_rows(planned)
-    shared_names = [name for name in TIME_WIDTHS if name not in ASSUMED]
-    document = profile_document(BASE)
-    for name in ASSUMED:
-        document["constants"][name]["value"] = TIME_PRIORS[name]
-    sources = len(dict.fromkeys(timed.source.tolist()))
-    shared = fit_shared(timed, shared_names)
-    constants = {name: getattr(shared, name) for name in shared_names}
-    for entry in document["constants"].values():
-        entry.pop("fitted", None)
-    to = f"{len(timed.measured_s)} runs of {sources} sources, benchmarks/fit_profiles.py"
-    document = document_of(BASE, document["description"], document["constants"], constants, to)
-    (arguments.out / f"{BASE}.toml").write_text(to_toml(document, HEADER), encoding="utf-8")
+    document = profile_document(BASE) if arguments.only else shared_document(timed)
+    if not arguments.only:
+        (arguments.out / f"{BASE}.toml").write_text(to_toml(document, HEADER), encoding="utf-8")
     shared = profile_from(document, BASE)
-    print(BASE, {name: float(f"{value:.3g}") for name, value in constants.items()})
-    for name in list_profiles():
+    for name in [arguments.only] if arguments.only else list_profiles():
         own = timed.profile == name
         rows = timed.rows(own)
-        prior = with_constants(load_profile(name), shared, (*TIME_WIDTHS, *MEMORY_WIDTHS, "memory_band"))
+        facts = fact_names(name)
+        free = [constant for constant in TIME_WIDTHS if constant not in facts]
+        prior = with_constants(load_profile(name), shared, (*free, *MEMORY_WIDTHS, "memory_quantile", "memory_band"))
         found: dict[str, float] = {}
         if own.any():
             weights = timed.weights(-0.25, OWN_WEIGHT)[own]
             folds = folds_of([p for p in timed_planned if p.run.profile == name])
-            names = chosen_names(rows, folds, weights, prior, name, list(TIME_WIDTHS))
+            names = chosen_names(rows, folds, weights, prior, name, free)
             fitted = own_fit(rows, weights, prior, name, names)
             found = {constant: getattr(fitted, constant) for constant in names}
         memory = memory_constants(planned, prior, name)

@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from shardwise.data.adapters import adapts
@@ -169,10 +170,11 @@ class LayerTerms:
     exchange_backward: float = 0.0
 
     def __add__(self, other: LayerTerms) -> LayerTerms:
-        return LayerTerms(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+        return LayerTerms(*map(add, _values(self), _values(other)))
 
 
 TERMS = tuple(field.name for field in fields(LayerTerms))
+_values = attrgetter(*TERMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
 (M3) selective recompute drops what the attention core saves, or all but the outputs of matrix products; full recompute
      keeps the layer's input only, and needs one layer's activations while it recomputes, with the gradients of the
      S x S matrices where attention is not flash.
-(M4) the last stage holds one micro-batch of logits over V / t, with the fp32 copies of the loss, and the final norm.
+(M4) the last stage holds one micro-batch of logits over V / t, or over V where the software gathers them ahead of the loss,
+     with the copies of the loss, and the final norm.
 (M5) activations are scaled by what the software keeps beyond fused kernels, and by what the allocator holds on top
      (fragmentation); a fixed reserve stands for context and communicators. "Allocated" is without the last two,
      "reserved" without the reserve, "device" everything.
@@ -337,8 +338,8 @@ def _routed_copies(part: Moe, sharding: Sharding, workload: Training) -> float:
 
 
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:
-    """(M4), (M5), (M9), (M10): logits and their fp32 copy, the final norm's input and output, for one micro-batch."""
-    width = padded_vocab(instance.model.vocab, sharding.tp) / sharding.tp
+    """(M4), (M5), (M9), (M10): logits and the copies of the loss, the final norm's input and output, for one micro-batch."""
+    width = padded_vocab(instance.model.vocab, sharding.tp) / (1 if instance.profile.gathered_logits else sharding.tp)
     norm = (1 if instance.workload.frozen else 2) * ACTIVATION_BYTES * instance.model.hidden
     per_token = instance.profile.logit_bytes * width + norm
     tokens, modules = sharding.micro_batch * instance.workload.seq_len / sharding.cp, instance.workload.mtp_layers

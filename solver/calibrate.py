@@ -72,7 +72,7 @@ def calibrate(runs: Sequence[Run], name: str, start: str) -> Calibration:
     prior, bounds = load_profile(start), bounds_of(start)
     table = plan_table([(p.units, p.plan) for p in timed if p.units and p.plan])
     measured = np.array([p.run.measured_step_time_s for p in timed], dtype=np.float64)
-    names = tuple(n for n in TIME_WIDTHS if _matters(n, prior, lambda profile: step_times_s(table, profile)))
+    names = tuple(n for n in TIME_WIDTHS if matters(n, prior, lambda profile: step_times_s(table, profile)))
     fit = fit_time(table, measured, prior, bounds, names)
     before = np.abs(step_times_s(table, prior) / measured - 1).mean()
     memory = _fit_memory(planned, fit.profile, bounds)
@@ -148,7 +148,7 @@ def to_toml(document: Mapping[str, Any], comment: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _matters(name: str, prior: Profile, times: Any) -> bool:
+def matters(name: str, prior: Profile, times: Any) -> bool:
     """Whether moving a constant by half its width moves any predicted time by a hundredth of a per cent."""
     value = getattr(prior, name)
     moved: dict[str, Any] = {name: value + max(TIME_WIDTHS[name] * (value if value > 1 else 1) / 2, 1e-9)}

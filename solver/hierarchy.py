@@ -67,6 +67,14 @@ def bounds_of(name: str) -> dict[str, tuple[float, float]]:
     return {key: (float(entry["bounds"][0]), float(entry["bounds"][1])) for key, entry in constants.items()}
 
 
+def fact_names(name: str) -> tuple[str, ...]:
+    """The time constants that a profile states as facts of its software, with no fit behind them: no fit moves them."""
+    constants = profile_document(name)["constants"]
+    return tuple(
+        k for k, entry in constants.items() if k in TIME_WIDTHS and "fitted" not in entry and "from" not in entry
+    )
+
+
 def own_names(name: str) -> tuple[str, ...]:
     """The time constants that a profile fits for itself."""
     constants = profile_document(name)["constants"]
@@ -84,7 +92,8 @@ def fit_shared(timed: Timed, names: Sequence[str]) -> Profile:
 
 def fit_own(timed: Timed, name: str, shared: Profile, names: Sequence[str]) -> Profile:
     """(H2): `shared` with the facts of the profile and its own constants; the facts alone without rows of its own."""
-    prior = with_constants(load_profile(name), shared, TIME_WIDTHS)
+    facts = fact_names(name)
+    prior = with_constants(load_profile(name), shared, [k for k in TIME_WIDTHS if k not in facts])
     own = timed.profile == name
     if not own.any() or not names:
         return prior

@@ -210,6 +210,24 @@ def test_vocabulary_work_is_not_split_by_pipelines_or_replicas() -> None:
     assert logits(tp=4, dp=1) - ends == pytest.approx((alone - ends) / 4)
 
 
+def test_logits_gathered_ahead_of_the_loss_are_whole_on_every_device() -> None:
+    """aleph_97359: LLaMA-13B with a vocabulary of 128k, TP2 and micro-batch 8, ran out of memory on 64 A100 of 80 GB in a
+    library that gathers them; the same with micro-batch 4 ran."""
+    model = llama_like(40, 5120, 40, 40, 13824, 128000)
+
+    def run(profile: str, micro_batch: int, tp: int) -> sw.Evaluation:
+        workload = sw.Training(2048, 2048, attention="unfused", fused_norm=False)
+        instance = sw.build_instance(model, "dgx-a100:8", workload, rules="free", profile=profile)
+        degrees = degrees_from(instance, tp=tp, micro_batch=micro_batch, sequence_parallel=False)
+        return sw.evaluate(instance, plan_from_degrees(instance, degrees, recompute="full"))
+
+    for micro_batch, fits in ((4, True), (8, False)):
+        assert run("aleph-scaling", micro_batch, 2).fits == fits
+        assert run("megatron-2023", micro_batch, 2).fits
+    assert run("aleph-scaling", 4, 2).stages[0].logits == run("aleph-scaling", 4, 1).stages[0].logits
+    assert run("megatron-2023", 4, 2).stages[0].logits < 0.6 * run("megatron-2023", 4, 1).stages[0].logits
+
+
 def test_long_sequences_on_64_devices_take_context_parallelism() -> None:
     """nemorl-883, https://github.com/NVIDIA-NeMo/RL/issues/883.
 

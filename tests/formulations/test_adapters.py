@@ -35,7 +35,7 @@ QLORA = Training(512, 16, lora_rank=8, base_precision="nf4")
 PROFILE = replace(
     load_profile("megatron-core"),
     memory_reserve_bytes=0.0, memory_fragmentation=0.0, memory_activations=1.0, weight_bytes=2, gradient_bytes=4,
-    reduce_bytes=4, logit_bytes=6,
+    reduce_bytes=4, logit_bytes=6, gathered_logits=0,
 )  # fmt: skip
 
 

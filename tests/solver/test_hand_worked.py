@@ -51,6 +51,7 @@ def instance_of(kind: LayerKind, layers: int) -> Instance:
         step_overhead_s=20 * MS, dp_comm_floor=0.1, dp_comm_overlap=0.8, p2p_exposed=1.0, p2p_exposed_interleaved=0.5,
         straggler=0.0, memory_reserve_bytes=2048 * 2**20, memory_fragmentation=0.05, memory_activations=1.0,
         host_launch_s=0.0, memory_quantile=1.0, weight_bytes=2, gradient_bytes=4, reduce_bytes=4, logit_bytes=6,
+        gathered_logits=0,
     )  # fmt: skip
     return Instance(model, cluster, Training(512, 16), profile=profile)
 

@@ -55,6 +55,7 @@ def test_layouts_are_ranked() -> None:
 def test_memory_is_within_what_is_claimed() -> None:
     overall = shipped().overall
     assert overall["memory_mape_over_rows"] <= 0.06
+    assert overall["oom_caught"] >= 0.97
     assert overall["ran_refused"] <= 0.02
     aleph = of_source("aleph")
     assert aleph.oom_caught / (aleph.oom_caught + aleph.oom_missed) >= 0.95
