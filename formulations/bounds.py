@@ -87,6 +87,7 @@ class BestCase:
     factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
     known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
+    works: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
     ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
@@ -134,10 +135,12 @@ class BestCase:
         return self.known_times[sharding]
 
     def work_s(self, sharding: Sharding) -> float:
-        """W."""
-        times = self.times(sharding)
-        layers = sum(int(n) * time.both_s for n, time in zip(self.tables.kind_counts, times.kinds, strict=True))
-        return float(layers + times.embedding.both_s + times.head.both_s)
+        """W, remembered."""
+        if sharding not in self.works:
+            times = self.times(sharding)
+            layers = sum(int(n) * time.both_s for n, time in zip(self.tables.kind_counts, times.kinds, strict=True))
+            self.works[sharding] = float(layers + times.embedding.both_s + times.head.both_s)
+        return self.works[sharding]
 
     def sync_rates(self, members: int, zero: int, *, each_pass: bool) -> SyncRates | None:
         """(B5) The least per parameter of gradient sync and of the optimizer, over places and numbers of replicas; None
@@ -218,7 +221,7 @@ def quick_bounds_s(best: BestCase, grid: Grid) -> Floats:
     shape, batch = grid.shape, best.tables.instance.workload.global_batch
     if not best.fits_somewhere(shape.sharding(1)):
         return np.full(len(grid), np.inf)
-    least = min(best.work_s(shape.sharding(int(size))) / int(size) for size in np.unique(grid.micro_batch))
+    least = min(best.work_s(shape.sharding(int(size))) / int(size) for size in grid.sizes[0])
     return np.asarray((best.tables.instance.profile.step_overhead_s + batch * least / (grid.dp * grid.pp)) * SAFETY)
 
 
@@ -228,7 +231,7 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     With `within_s` the bounds of rows that have no plan of at most so many seconds may be anything.
     """
     instance, shape = best.tables.instance, grid.shape
-    micro, at = np.unique(grid.micro_batch, return_inverse=True)
+    micro, at = grid.sizes
     if not best.fits_somewhere(shape.sharding(1)):
         return np.full(len(grid), np.inf)
     counts, layers, profile = best.tables.kind_counts, len(instance.model.layers), instance.profile
@@ -274,8 +277,8 @@ def _least_hop_s(best: BestCase, degrees: Degrees) -> float:
 def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     """(B6), (B8), (B9) per row: seconds per micro-batch of recompute that no plan avoids; `most` is n."""
     tables, shape = best.tables, grid.shape
-    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
-    groups, at_group = np.unique(grid.dp, return_inverse=True)
+    sizes, at_size = grid.sizes
+    groups, at_group = grid.groups
     least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=bool((grid.pp > 1).all()))
     repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
     layers = repeated_layers(tables, shape.schedule, grid, least.rows(at_group, at_size), most)
@@ -375,8 +378,8 @@ def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
     passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
     flying = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
     spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
-    groups, at_group = np.unique(grid.dp, return_inverse=True)
-    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
+    groups, at_group = grid.groups
+    sizes, at_size = grid.sizes
     least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True).rows(at_group, at_size)
     over = held * (least.states + flying * least.kept) > spare
     chosen = over & (grid.vpp > 1) & (grid.pp > 2)
@@ -388,7 +391,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
     shape = grid.shape
     profile, zero = best.tables.instance.profile, shape.zero
     params = _all_params(best, shape)
-    groups, at = np.unique(grid.dp, return_inverse=True)
+    groups, at = grid.groups
     out = np.full(len(grid), np.inf)
     for each_pass in (False, True):
         rows = (gathers_each_pass(zero, grid.pp)) == each_pass
@@ -422,8 +425,8 @@ def memory_fits(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
 def least_memory(best: BestCase, grid: Grid) -> Floats:
     """(B1) Bytes that some device needs at least, for every row."""
     tables, instance, shape = best.tables, best.tables.instance, grid.shape
-    sizes, at_size = np.unique(grid.micro_batch, return_inverse=True)
-    groups, at_group = np.unique(grid.dp, return_inverse=True)
+    sizes, at_size = grid.sizes
+    groups, at_group = grid.groups
     kept = np.zeros(len(sizes))
     for index, size in enumerate(sizes.tolist()):
         sharding = shape.sharding(size)

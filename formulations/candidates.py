@@ -118,6 +118,16 @@ class Grid:
         """(N2)."""
         return self.shape.tp * self.shape.cp * self.pp * self.dp
 
+    @cached_property
+    def sizes(self) -> tuple[Column, npt.NDArray[np.intp]]:
+        """Every micro-batch among the rows, and which of them each row has."""
+        return np.unique(self.micro_batch, return_inverse=True)
+
+    @cached_property
+    def groups(self) -> tuple[Column, npt.NDArray[np.intp]]:
+        """Every dp among the rows, and which of them each row has."""
+        return np.unique(self.dp, return_inverse=True)
+
     def degrees(self, row: int) -> Degrees:
         return self.shape.degrees(int(self.pp[row]), int(self.vpp[row]), int(self.dp[row]), int(self.micro_batch[row]))
 

@@ -42,7 +42,7 @@ def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     shape, instance = grid.shape, best.tables.instance
     if shape.cp_comm_type == "p2p" or "p2p" not in context_algorithms(instance, shape.tp, shape.cp):
         return np.zeros(len(grid), dtype=bool)
-    sizes, at = np.unique(grid.micro_batch, return_inverse=True)
+    sizes, at = grid.sizes
     return np.array([ring_wins(best, shape.sharding(int(size))) for size in sizes], dtype=bool)[at]
 
 

@@ -172,7 +172,7 @@ class Objective:
         factor = self.multiplier(grid.shape.tp, grid.shape.cp, grid.pp, grid.dp)
         if self.name != "energy":
             return factor, 0.0
-        sizes, at = np.unique(grid.micro_batch, return_inverse=True)
+        sizes, at = grid.sizes
         extra = np.array([_least_extra_s(tables, terms(int(size))) for size in sizes])[at]
         return factor * grid.pp, grid.micro_batches * extra / grid.pp
 

@@ -29,6 +29,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from shardwise.data.pipeline import SPLIT, layout
 
 FORWARD, BACKWARD, INPUT, WEIGHT = 0, 1, 2, 3
@@ -262,9 +264,9 @@ def _moments(order: tuple[Op, ...], slots: tuple[int, ...]) -> set[tuple[int, ..
 
 
 def _maximal(seen: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        sorted(a for a in seen if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen))
-    )
+    vectors = sorted(seen)
+    table = np.array(vectors)
+    return tuple(own for own, row in zip(vectors, table, strict=True) if (table >= row).all(axis=1).sum() == 1)
 
 
 def _counts(passes: int, pp: int, vpp: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 A search drops what cannot be the best before it looks at any plan of it, so few other layouts are met on the way. After a
 search that closed, the `ROWS` best of the rows that memory and shape bounds left are tried in order of their bound, of those
-that differ in the schedule and its chunks alone the first
+that differ in vpp alone the first
 
 (A1) until `most` layouts beside the best plan's have a plan of V at most the bound of the next row, or `TRIED` candidates
      were tried (`TRIED_EACH` for each layout where that is more); a candidate is tried with plans up to the V of the last
@@ -16,6 +16,7 @@ the alternatives are not proven to be the next best.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.solver.evaluate import evaluate
@@ -23,11 +24,11 @@ from shardwise.solver.result import Alternative, layout_of
 from shardwise.solver.search import FIRST_TRY, Ordered, TimeUpError
 
 if TYPE_CHECKING:
-    from shardwise.data.plan import Plan
-    from shardwise.formulations.candidates import Candidate
+    from shardwise.data.plan import Degrees, Plan
+    from shardwise.formulations.candidates import Candidate, GridShape
     from shardwise.solver.search import Search
 
-ROWS, TRIED, TRIED_EACH = 4096, 320, 4
+ROWS, TRIED, TRIED_EACH = 4096, 256, 4
 
 
 def meet_others(search: Search, most: int) -> None:
@@ -35,14 +36,15 @@ def meet_others(search: Search, most: int) -> None:
     incumbent = search.incumbent
     assert incumbent is not None
     own, tried = layout_of(incumbent.plan.degrees), 0
-    known: set[tuple[int, ...]] = set()
+    known: set[tuple[GridShape, Degrees]] = set()
+    last, met = _last(search, most), len(search.seen)
     try:
         for value_s, step_s, grid, row in search.refined(Ordered(search.bounded, ROWS)):
-            last = _last(search, most)
+            if len(search.seen) > met:
+                last, met = _last(search, most), len(search.seen)
             if tried >= max(TRIED, TRIED_EACH * most) or (last is not None and value_s > last * search.unit_s):
                 break
-            degrees = grid.degrees(row)
-            alike = *layout_of(degrees), degrees.etp, degrees.sequence_parallel, degrees.micro_batch
+            alike = grid.shape, replace(grid.degrees(row), vpp=1)
             if alike in known:
                 continue
             known.add(alike)

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -130,19 +131,33 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best plan so far: its V and its step time in units, V in seconds. `key` orders plans: V, then the tie order of the
-    candidate."""
+    """The best plan so far: its V and its step time in units of `unit_s`. `key` orders plans: V, then the tie order of the
+    candidate. It is evaluated when somebody asks, as most are soon replaced."""
 
+    search: Search
     plan: Plan
-    evaluation: Evaluation
     candidate: Candidate
     value: int
     units: int
-    seconds: float
+    unit_s: float
 
     @property
     def key(self) -> tuple[int, tuple[int, ...]]:
         return self.value, self.candidate.tie_key
+
+    @property
+    def near_s(self) -> float:
+        """V in seconds, and a little more than rounding to units may hide (`NEAR`)."""
+        return self.value * self.unit_s * NEAR
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        return evaluate(self.search.instance, self.plan, unit_s=self.unit_s)
+
+    @cached_property
+    def seconds(self) -> float:
+        """V in seconds, not rounded."""
+        return self.search.objective.seconds(self.search.instance, self.evaluation)
 
 
 @dataclass
@@ -333,7 +348,7 @@ class Search:
     def within(self) -> Ordered:
         """The rows that can be as good as the incumbent, by bounds that know it; a better incumbent leaves fewer of them."""
         assert self.incumbent is not None
-        most_s = self.incumbent.seconds * NEAR
+        most_s = self.incumbent.near_s
         self.bound(len(self.waiting), most_s)
         left = []
         for own in self.bounded if self.in_reach is None else self.in_reach:
@@ -368,7 +383,7 @@ class Search:
                     self.choose_unit(max(self.serial_s(candidate) for candidate in left))
                 return left
         self.rescale()
-        self.bound(len(self.waiting), self.incumbent.seconds)
+        self.bound(len(self.waiting), self.incumbent.near_s)
         self.probe(self.refined(Ordered(self.bounded, PROBED_ROWS)))
         self.rescale()
         return []
@@ -409,7 +424,7 @@ class Search:
         """Choose the unit by the incumbent, and express it so."""
         old = self.incumbent
         assert old is not None
-        self.choose_unit(old.evaluation.step_time_s * self.worth(old.candidate).weight)
+        self.choose_unit(old.units * old.unit_s * self.worth(old.candidate).weight)
         self.incumbent = None
         self.seen.clear()
         self.offer(old.plan, old.candidate)
@@ -483,9 +498,7 @@ class Search:
         if known is None or value < known[0]:
             self.seen[candidate.tie_key] = value, plan
         if self.incumbent is None or (value, candidate.tie_key) < self.incumbent.key:
-            evaluation = evaluate(self.instance, plan, unit_s=self.unit_s)
-            seconds = self.objective.seconds(self.instance, evaluation)
-            self.incumbent = Incumbent(plan, evaluation, candidate, value, units, seconds)
+            self.incumbent = Incumbent(self, plan, candidate, value, units, self.unit_s)
         return inner
 
     def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
@@ -595,7 +608,7 @@ class Search:
             if (found := self.inner(plan, candidate)) is not None and found[1] == best
         ]
         first = min(equal, key=settled_key)
-        self.incumbent = replace(incumbent, plan=first, evaluation=evaluate(self.instance, first, unit_s=self.unit_s))
+        self.incumbent = replace(incumbent, plan=first)
         return True
 
     def beaten(self, option: Option) -> bool:
@@ -629,7 +642,7 @@ class Search:
         self.unopened_bound_s = ordered[0].value_s if ordered else None
         for position, (value_s, _, grid, row) in enumerate(ordered):
             assert self.incumbent is not None
-            if value_s > self.incumbent.seconds * NEAR:
+            if value_s > self.incumbent.near_s:
                 counts["pruned_by_work_bound"] += len(ordered) - position
                 break
             self.unopened_bound_s = value_s
