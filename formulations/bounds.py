@@ -15,8 +15,9 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      free chunks each has one layer at least. The mean alone holds for every schedule.
 (B4) whole layers: of the j slowest layers some stage holds ceil(j / p), so  T >= overhead + m times the sum of the fastest
      ceil(j / p) of them, for every j.
-(B5) sync: the mean over stages of busy time and tail gives  T >= overhead + (m W + sum of floor tails) / p; with p = 1
-     the tail is exact.
+(B5) sync: the mean over stages of fill, busy time and tail gives  T >= overhead + (m (W + transfers) + X) / p, with
+     interleaving + the forward part of the mean fill of (B3). A tail is the larger of two sums over layers (T4), so X, the
+     sum of all tails, is at least the larger of the two sums over all layers.
 (B6) recompute, interleaving, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
      (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
      l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
@@ -163,16 +164,18 @@ class BestCase:
 
 
 def work_bound_s(
-    work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, whole: npt.ArrayLike, micro_batches: npt.ArrayLike,
-    pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0,
-    *, drains: bool = True, even: bool = True,
+    work: npt.ArrayLike, transfers: npt.ArrayLike, fastest: npt.ArrayLike, whole: npt.ArrayLike, forward: npt.ArrayLike,
+    tails: npt.ArrayLike, micro_batches: npt.ArrayLike, pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int,
+    last_chunk: npt.ArrayLike, repeated: npt.ArrayLike = 0.0, *, drains: bool = True, even: bool = True,
 ) -> Floats:  # fmt: skip
-    """(B2), (B3), (B4) without overhead, element by element.
+    """(B2)-(B5) without overhead, element by element.
 
     Parameters
     ----------
     work, transfers, fastest, whole
         Seconds per micro-batch: W, exposed transfers summed over stages, t, and `whole_layers_s`.
+    forward, tails
+        Seconds: the forward part of t, the least of all kinds, and X of (B5).
     last_chunk
         n of (B3).
     repeated
@@ -182,17 +185,27 @@ def work_bound_s(
     even
         Whether the middle chunks are even.
     """
-    w, x, t = (np.asarray(values, dtype=np.float64) for values in (work, transfers, fastest))
-    m, p, v = (np.asarray(values, dtype=np.float64) for values in (micro_batches, pp, vpp))
+    w, x, m, p, v = (np.asarray(values, dtype=np.float64) for values in (work, transfers, micro_batches, pp, vpp))
+    through = w + x + np.asarray(repeated)
+    synced = (m * through + np.asarray(tails)) / p
     largest = m * np.asarray(whole, dtype=np.float64)
-    mean = m / p * (w + x + np.asarray(repeated))
     if not drains:
-        return np.asarray(np.maximum(mean, largest))
+        return np.asarray(np.maximum(synced, largest))
     weight = 1 / -np.expm1(p * np.log1p(-1 / np.maximum(m, 1 + 1e-12)))
+    interleaved = m / p * through + mean_fill_s(fastest, pp, vpp, layers, last_chunk, even=even)
+    drained = np.where(v == 1, weight * through, interleaved)
+    synced = synced + mean_fill_s(forward, pp, vpp, layers, last_chunk, even=even)
+    return np.asarray(np.maximum(np.maximum(drained, synced), largest))
+
+
+def mean_fill_s(
+    layer_s: npt.ArrayLike, pp: npt.ArrayLike, vpp: npt.ArrayLike, layers: int, last_chunk: npt.ArrayLike, *, even: bool
+) -> Floats:
+    """(B3) The mean over stages of the passes of `layer_s` a layer through the chunks 1 .. k - 1; 0 where v = 1."""
+    p, v = (np.asarray(values, dtype=np.float64) for values in (pp, vpp))
     chunk = np.maximum(layers - np.asarray(last_chunk, dtype=np.float64), 0) / np.maximum(p * v - 2, 1)
     chunk = chunk if even else np.ones_like(chunk)
-    interleaved = mean + t * chunk * (p - 1) * (p - 2) / (2 * p)
-    return np.asarray(np.maximum(np.where(v == 1, weight * (w + x + np.asarray(repeated)), interleaved), largest))
+    return np.asarray(np.where(v > 1, np.asarray(layer_s) * chunk * (p - 1) * (p - 2) / (2 * p), 0.0))
 
 
 def whole_layers_s(kinds_s: list[float], counts: npt.NDArray[np.int64], pp: npt.ArrayLike) -> Floats:
@@ -250,16 +263,16 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     last_chunk = np.full(len(grid), float(layers))
     if within_s is not None:
         last_chunk = last_chunk_layers(within_s, grid.micro_batches * fastest, layers)
-    columns = (work, transfers, fastest, whole, grid.micro_batches, grid.pp, grid.vpp, last_chunk)
+    forward = np.array([min(time.forward_s for time in times.kinds) for times in every])[at] * scale
+    tails = _tails(best, grid, work)
+    columns = (work, transfers, fastest, whole, forward, tails, grid.micro_batches, grid.pp, grid.vpp, last_chunk)
+    drains, even = shape.schedule in DRAINED, instance.rules.even_chunks
 
     def worked(rows: npt.NDArray[np.intp] | slice, repeated: Floats | float) -> Floats:
-        w, x, t, largest, m, p, v, n = (column[rows] for column in columns)
-        return work_bound_s(
-            w, x, t, largest, m, p, v, layers, n, repeated,
-            drains=shape.schedule in DRAINED, even=instance.rules.even_chunks,
-        )  # fmt: skip
+        w, x, t, largest, f, tail, m, p, v, n = (column[rows] for column in columns)
+        return work_bound_s(w, x, t, largest, f, tail, m, p, v, layers, n, repeated, drains=drains, even=even)
 
-    lower = np.maximum(worked(slice(None), 0.0), (grid.micro_batches * work + _tails(best, grid, work)) / grid.pp)
+    lower = worked(slice(None), 0.0)
     if within_s is not None:
         # what recompute adds takes long to tell, and matters only where the rest leaves the row
         left = np.nonzero((lower + profile.step_overhead_s) * SAFETY <= within_s)[0]
@@ -387,7 +400,7 @@ def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
 
 
 def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
-    """(B5): sums of floor tails over all stages; with one stage the larger of both tails."""
+    """(B5) X."""
     shape = grid.shape
     profile, zero = best.tables.instance.profile, shape.zero
     params = _all_params(best, shape)
@@ -412,8 +425,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
         moved, updated = sync[at[rows]], optimizer[at[rows]]
         floor = profile.dp_comm_floor * moved + updated
         hidden = np.where(moved > 0, profile.dp_comm_overlap * work[rows], 0.0)
-        single = np.maximum(floor, moved - hidden + updated)
-        out[rows] = np.where(grid.pp[rows] == 1, single, floor)
+        out[rows] = np.maximum(floor, moved - hidden + updated)
     return out
 
 

@@ -122,11 +122,14 @@ class Ordered(Sequence[Row]):
 
 
 class Work(NamedTuple):
-    """Seconds of one micro-batch through all layers, through the fastest, and `whole_layers_s`."""
+    """Seconds of one micro-batch through all layers, through the fastest, `whole_layers_s`, forward through the fastest, and
+    the tails of all stages together."""
 
     total: float
     fastest: float
     whole: float
+    forward: float
+    tails: float
 
 
 @dataclass(frozen=True)
@@ -671,19 +674,24 @@ class Search:
         self.open = sorted(left, key=lambda own: (own.worth.multiplier * own.bound, own.candidate.tie_key))
 
     def work(self, candidate: Candidate) -> Work:
-        """What (B2)-(B4) need of a candidate's seconds, remembered with them."""
+        """What (B2)-(B5) need of a candidate's seconds, remembered with them."""
         time = self.time(candidate)
         known = self.works.get(id(time))
         if known is None or known[0] is not time:
             both = np.array(time.forward) + np.array(time.backward)
             counts = self.tables.kind_counts
-            total = float(both[:-2] @ counts + both[-2:].sum())
+
+            def through(seconds: Floats) -> float:
+                return float(seconds[:-2] @ counts + seconds[-2:].sum())
+
             whole = float(whole_layers_s(both[:-2].tolist(), counts, candidate.degrees.pp))
-            known = self.works[id(time)] = time, Work(total, float(both[:-2].min()), whole)
+            tails = max(through(np.array(own)) for own in (time.tail_floor, time.tail_overlap))
+            own = Work(through(both), float(both[:-2].min()), whole, min(time.forward[:-2]), tails)
+            known = self.works[id(time)] = time, own
         return known[1]
 
     def placed_bound_s(self, candidate: Candidate) -> float:
-        """(B2)-(B4) with the candidate's own placement."""
+        """(B2)-(B5) with the candidate's own placement."""
         d, m, layers = candidate.degrees, candidate.micro_batches, len(self.instance.model.layers)
         time_s, work = self.time(candidate), self.work(candidate)
         hops = [link for link in candidate.layout.hop_before if link >= 0]
@@ -691,7 +699,7 @@ class Search:
         within_s = math.inf if self.incumbent is None else self.longest(candidate) * self.unit_s * NEAR
         last = last_chunk_layers(within_s, m * work.fastest, layers)
         bound = work_bound_s(
-            work.total, transfers, work.fastest, work.whole, m, d.pp, d.vpp, layers, last,
+            work.total, transfers, work.fastest, work.whole, work.forward, work.tails, m, d.pp, d.vpp, layers, last,
             drains=candidate.schedule in DRAINED, even=self.instance.rules.even_chunks,
         )  # fmt: skip
         return float(bound) + time_s.overhead
