@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules, mtp_faults
+from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -71,6 +71,7 @@ class Instance:
                 "which are learned positions"
             )
         faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
+        faults += capacity_faults(self.rules, self.model, self.workload)
         faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardwise.data.plan import CpCommType, Degrees, Placement, Plan, RankOrder
+    from shardwise.data.workload import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class Rules:
         "any".
     mtp
         Multi-token prediction can be trained.
+    capacity
+        Experts may have a capacity: it only drops tokens or pads experts too ("any"), it always pads ("padded"), or there is
+        none.
     transformer_engine
         Attention under context parallelism is that of Transformer Engine, with its own rules.
     joint_sequence
@@ -83,6 +87,7 @@ class Rules:
     ulysses_kv: Literal["divides", "multiple", "any"] = "divides"
     transformer_engine: bool = False
     mtp: bool = False
+    capacity: Literal["none", "any", "padded"] = "none"
     joint_sequence: bool = False
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
@@ -101,6 +106,7 @@ MEGATRON_CORE = Rules(
     context=("p2p", "allgather", "a2a"),
     transformer_engine=True,
     mtp=True,
+    capacity="any",
 )
 TORCHTITAN = Rules(
     name="torchtitan",
@@ -135,6 +141,7 @@ DEEPSPEED = Rules(
     context=("a2a",),
     zigzag=False,
     ulysses_kv="multiple",
+    capacity="padded",
 )
 ACCELERATE = Rules(
     name="accelerate",
@@ -180,6 +187,7 @@ FREE = Rules(
     zigzag=False,
     ulysses_kv="multiple",
     mtp=True,
+    capacity="any",
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -284,6 +292,25 @@ def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
     elif not isinstance(model.layers[-1].mixer, Attention) or model.layers[-1].ffn is None:
         faults.append(f"mtp_layers={modules}: the last layer of {model.name} is no transformer layer")
     return faults
+
+
+def capacity_faults(rules: Rules, model: Model, workload: Training) -> list[str]:
+    """The capacity of experts: the pack has one, and no expert is to take more tokens than there are (Megatron
+    core/transformer/moe/moe_utils.py, `apply_router_token_dropping`; DeepSpeed moe/sharded_moe.py, `topkgating`)."""
+    factor = workload.expert_capacity
+    if factor is None:
+        return []
+    parts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
+    faults = [] if parts else [f"expert_capacity={factor:g}: {model.name} has no experts"]
+    if rules.capacity == "none":
+        faults.append(f"expert_capacity={factor:g}: {rules.name} drops no tokens")
+    elif rules.capacity == "padded" and not workload.pad_experts:
+        faults.append(f"expert_capacity={factor:g} needs pad_experts=true: {rules.name} pads every expert")
+    return faults + [
+        f"expert_capacity={factor:g} is more than num_experts={part.experts} / top_k={part.top_k}, which is every token"
+        for part in parts
+        if factor * part.top_k > part.experts
+    ]
 
 
 def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:

@@ -55,6 +55,9 @@ class Training:
     `expert_imbalance` is how many times the mean the busiest rank of an expert-parallel group receives: 1 with balanced
     routing; all ranks wait for the busiest, and it holds as much more.
 
+    `expert_capacity` is how many times its mean an expert takes at most of the tokens of each rank, which drops the others;
+    `pad_experts` fills every expert up to that. Nothing is dropped where it is None.
+
     `mtp_layers` multi-token-prediction modules are trained behind the last layer, none where it is 0.
 
     Raises
@@ -76,6 +79,8 @@ class Training:
     lengths: Sequence[tuple[float, float]] | None = None
     expert_imbalance: float = 1.0
     mtp_layers: int = 0
+    expert_capacity: float | None = None
+    pad_experts: bool = False
 
     def __post_init__(self) -> None:
         faults = []
@@ -97,7 +102,7 @@ class Training:
             )
         faults += [
             f"workload.{name}={getattr(self, name)!r} must be true or false"
-            for name in ("fused_norm", "fp32_gradients")
+            for name in ("fused_norm", "fp32_gradients", "pad_experts")
             if not isinstance(getattr(self, name), bool)
         ]
         for name, chosen, allowed in (
@@ -112,6 +117,7 @@ class Training:
         load = self.expert_imbalance
         if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= MAX_IMBALANCE:
             faults.append(f"workload.expert_imbalance={load!r} must be a number from 1 (balanced) to {MAX_IMBALANCE}")
+        faults += self._capacity_faults()
         faults += self._lora_faults()
         if self.lengths is not None:
             wrong = length_faults(self.lengths)
@@ -120,6 +126,14 @@ class Training:
                 object.__setattr__(self, "lengths", tuple((length, share) for length, share in self.lengths))
         if faults:
             raise ValueError("; ".join(faults))
+
+    def _capacity_faults(self) -> list[str]:
+        factor = self.expert_capacity
+        if factor is None:
+            return ["workload.pad_experts=True needs workload.expert_capacity"] if self.pad_experts is True else []
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_IMBALANCE:
+            return [f"workload.expert_capacity={factor!r} must be a number above 0, at most {MAX_IMBALANCE}"]
+        return []
 
     def _lora_faults(self) -> list[str]:
         rank = self.lora_rank
@@ -152,12 +166,19 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing, imbalance and multi-token prediction where there are none."""
+        """The fields, without those of adapters, packing, imbalance, multi-token prediction and capacity where there are
+        none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
         unused += [] if self.mtp_layers else ["mtp_layers"]
+        unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
         return {name: value for name, value in asdict(self).items() if name not in unused}
+
+    @property
+    def assumes_even_routing(self) -> bool:
+        """Whether balanced routing is taken where nothing is said of it, and changes what a plan takes."""
+        return self.expert_imbalance == 1 and not self.pad_experts
 
     @property
     def frozen(self) -> bool:

@@ -49,12 +49,17 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      core/transformer/multi_token_prediction.py) runs behind the last layer, beside the head: a lookup of the next tokens,
      two norms, the matrix 2h -> h, a layer like the last one, a norm, and the head and its loss again. It is counted as
      part of the head, with three more pairs of collectives by (L5): of the lookup, of 2h -> h and of the head.
+(L14) with a capacity F an expert takes at most  C = ceil(F y k / E)  of the y k copies that a rank routes, y its tokens
+     (x / t under sequence parallelism), and drops the others (Lepikhin et al., arXiv 2006.16668, section 2.2; Megatron
+     core/transformer/moe/moe_utils.py, `get_capacity`). The busiest rank of (L7) then has at most E C / (y k) times the
+     mean, and exactly that where every expert is padded to C, spread or not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import ceil
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -340,12 +345,18 @@ def routed_bytes(instance: Instance, part: Moe, sharding: Sharding) -> float:
     """(L7) What the busiest rank exchanges with the experts of one layer."""
     share = sharding.tp if sharding.sequence_parallel else 1
     sent = ACTIVATION_BYTES * _tokens(instance, sharding) / share * part.top_k * instance.model.hidden
-    return sent * busiest(instance.workload, sharding)
+    return sent * busiest(instance.workload, part, sharding)
 
 
-def busiest(workload: Training, sharding: Sharding) -> float:
-    """(L7) Tokens of the busiest rank of an expert-parallel group over the mean."""
-    return workload.expert_imbalance if sharding.ep > 1 else 1.0
+def busiest(workload: Training, part: Moe, sharding: Sharding) -> float:
+    """(L7), (L14) Tokens of the busiest rank of an expert-parallel group over the mean, dropped ones and padding counted."""
+    load = workload.expert_imbalance if sharding.ep > 1 else 1.0
+    if workload.expert_capacity is None:
+        return load
+    tokens = sharding.micro_batch * workload.seq_len / sharding.cp
+    routed = tokens / (sharding.tp if sharding.sequence_parallel else 1) * part.top_k
+    full = part.experts * ceil(routed / part.experts * workload.expert_capacity) / routed
+    return full if workload.pad_experts else min(load, full)
 
 
 def _linear(
@@ -556,7 +567,11 @@ def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> La
     hidden, width = instance.model.hidden, max(part.intermediate // ways, 1)
     share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
     routed = (
-        tokens / share * part.top_k * (sharding.etp if sharding.spread else 1) * busiest(instance.workload, sharding)
+        tokens
+        / share
+        * part.top_k
+        * (sharding.etp if sharding.spread else 1)
+        * busiest(instance.workload, part, sharding)
     )
     experts = max(part.experts // sharding.ep, 1)
     inputs = 2 if part.gated else 1

@@ -334,7 +334,7 @@ def _moe_values(part: Moe, hidden: int, sharding: Sharding, workload: Training) 
 def _routed_copies(part: Moe, sharding: Sharding, workload: Training) -> float:
     """Copies of a token that the experts of the busiest device see."""
     share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
-    return part.top_k / share * (sharding.etp if sharding.spread else 1) * busiest(workload, sharding)
+    return part.top_k / share * (sharding.etp if sharding.spread else 1) * busiest(workload, part, sharding)
 
 
 def head_activations_bytes(instance: Instance, sharding: Sharding) -> float:

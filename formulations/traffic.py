@@ -429,6 +429,8 @@ def _check(model: Model, workload: Training, degrees: Degrees, micro_batches: in
         "more than one of tp, cp, pp and ep": sum(ways > 1 for ways in (tp, cp, pp, ep)) > 1,
         "vpp above 1": degrees.vpp > 1,
         "adapters (lora_rank)": workload.frozen,
+        "multi-token prediction (mtp_layers)": workload.mtp_layers > 0,
+        "a capacity of experts (expert_capacity)": workload.expert_capacity is not None,
         "DDP (zero=0 or 1) with another axis or with replicas": degrees.zero < 2
         and degrees.dp > 1
         and (degrees.devices > degrees.dp or ep > 1 or degrees.dp_replicate > 1),

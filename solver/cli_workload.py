@@ -47,6 +47,16 @@ ImbalanceOption = Annotated[
     float | None,
     typer.Option("--expert-imbalance", help="Tokens of the busiest expert-parallel rank over the mean, default 1."),
 ]
+CapacityOption = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-capacity", help="Most tokens of an expert over its mean; others are dropped. None by default."
+    ),
+]
+PadOption = Annotated[
+    bool | None,
+    typer.Option("--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."),
+]
 LengthsOption = Annotated[
     str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
 ]
@@ -73,9 +83,14 @@ def packing_fields(mean_document_length: float | None, lengths: str | None) -> d
         return {"lengths": error}
 
 
-def routing_fields(expert_imbalance: float | None, mtp_layers: int | None) -> dict[str, Any]:
-    """What the option says of routing, as a field of the workload."""
-    given = {"expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers}
+def routing_fields(
+    expert_imbalance: float | None, mtp_layers: int | None, expert_capacity: float | None, pad_experts: bool | None
+) -> dict[str, Any]:
+    """What the options say of experts and of multi-token prediction, as fields of the workload."""
+    given = {
+        "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers, "expert_capacity": expert_capacity,
+        "pad_experts": pad_experts,
+    }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
 DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
 WORKLOAD = ("precision", "optimizer", "attention", "lora_modules", "base_precision")
+SIZES = ("seq_len", "lora_rank", "mtp_layers")
+SHARES = ("expert_imbalance", "expert_capacity")
 PACKS = ("rules", "profile")
 TEXTS = ("model", "cluster", *WORKLOAD, *PACKS)
 SHAPE = ("recompute", "schedule")
@@ -76,8 +78,9 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
         cp_comm_type, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
-        attention, lora_rank, lora_modules, base_precision, mean_document_length, rules, profile. What is absent or empty
-        takes the default of `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
+        attention, lora_rank, lora_modules, base_precision, mean_document_length, expert_imbalance, expert_capacity,
+        pad_experts, mtp_layers, rules, profile. What is absent or empty takes the default of `shardwise evaluate`: dp the
+        devices that are left, sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -197,7 +200,10 @@ class _Seen:
             Where there is none, with every reason.
         """
         texts = {name: str(given[name]) for name in TEXTS if name in given}
-        sizes: Cells = {name: numbers[name] for name in ("seq_len", "lora_rank") if name in numbers}
+        sizes: Cells = {name: numbers[name] for name in SIZES if name in numbers}
+        sizes |= {name: given[name] for name in SHARES if name in given}
+        padded = _truth(given, "pad_experts")
+        sizes |= {} if padded is None else {"pad_experts": padded}
         batch, mean = numbers["global_batch"], given.get("mean_document_length")
         alike = (*sizes.items(), str(mean), *texts.items())
         key = (batch, *alike)
@@ -225,7 +231,7 @@ class _Seen:
 def _numbers(given: Cells) -> dict[str, int]:
     """Every number of a row as a whole one, also where pandas made it a float."""
     found, faults = {}, []
-    for name in ("seq_len", "global_batch", "lora_rank", *DEGREES, "recompute_layers"):
+    for name in ("global_batch", *SIZES, *DEGREES, "recompute_layers"):
         if name not in given:
             continue
         value = given[name]

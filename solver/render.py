@@ -303,7 +303,7 @@ def _energy(evaluation: Evaluation) -> str:
 def show_assumptions(console: Console, instance: Instance) -> None:
     """What the inputs left unsaid."""
     assumed = [*instance.model.assumed, *instance.cluster.assumed]
-    if any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
+    if instance.workload.assumes_even_routing and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
         assumed.append("tokens are routed evenly over the experts; imbalance would slow plans with ep > 1 most")
     for line in assumed:
         _line(console, f"assumed: {escape(line)}")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
+    from shardwise.data.workload import Training
 
 VOCAB_MULTIPLE = 128
 MAMBA_CONV_KERNEL = 4
@@ -80,6 +81,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
         *_parallel_flags(model, plan),
         *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
+        *_capacity_flags(instance.workload),
         *_shape_flags(model),
     ]
 
@@ -111,7 +113,7 @@ def _comments(instance: Instance, plan: Plan) -> list[str]:
             f"{count} per {name}" for count, name in zip(placement.blocks, instance.cluster.levels, strict=True)
         )
         lines.append(f"Ranks follow the devices ({used}): number the nodes in that order.")
-    if any(isinstance(kind.ffn, Moe) for kind in model.kinds):
+    if instance.workload.assumes_even_routing and any(isinstance(kind.ffn, Moe) for kind in model.kinds):
         lines.append("The plan assumes that tokens are routed evenly over the experts.")
     if instance.workload.lengths is not None:
         lines.append(
@@ -251,6 +253,14 @@ def _run_flags(instance: Instance, plan: Plan) -> list[str]:
         "--accumulate-allreduce-grads-in-fp32",  # as the memory of the plan counts gradients; the default with bf16
         *("--attention-dropout 0.0", "--hidden-dropout 0.0"),  # the plan counts no dropout masks
     ]
+
+
+def _capacity_flags(workload: Training) -> list[str]:
+    """(L14); the dispatcher of `_moe_flags` is the one that takes a capacity (transformer_config.py)."""
+    if workload.expert_capacity is None:
+        return []
+    padded = ["--moe-pad-expert-input-to-capacity"] if workload.pad_experts else []
+    return [f"--moe-expert-capacity-factor {workload.expert_capacity}", *padded]
 
 
 def _model_faults(model: Model) -> list[str]:

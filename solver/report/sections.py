@@ -429,7 +429,7 @@ def assumptions(instance: Instance, search: dict[str, Any]) -> Section:
     accelerator = instance.accelerator
     told = search.get("assumed") if isinstance(search.get("assumed"), dict) else {}
     assumed = dict.fromkeys([*model.assumed, *_texts(told, "model")])
-    if any(isinstance(kind.ffn, Moe) for kind in model.kinds):
+    if instance.workload.assumes_even_routing and any(isinstance(kind.ffn, Moe) for kind in model.kinds):
         assumed["tokens are routed evenly over the experts"] = None
     facts = [
         ("model", f"{model.name} ({model.family}), {model.params:,} parameters, {len(model.layers)} layers"),

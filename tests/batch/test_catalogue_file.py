@@ -57,7 +57,7 @@ def test_the_last_override_that_a_cell_meets_counts() -> None:
         [[override]]
         where = "params_b>2, nodes=2"
         time_limit_s = 30
-        workload = { attention = "unfused" }
+        workload = { attention = "unfused", mtp_layers = 1, expert_capacity = 1.25, pad_experts = true }
         """
     )
     settings = {(cell.model.name, cell.cluster.name): cell.settings for cell in found.cells}
@@ -65,7 +65,8 @@ def test_the_last_override_that_a_cell_meets_counts() -> None:
     assert settings["llama-3.1-8b", "dgx-h100:1"].time_limit_s == 20
     both = settings["llama-3.1-8b", "dgx-h100:2"]
     assert (both.time_limit_s, both.limits) == (30, ("tp=2",))
-    assert dict(both.workload) == {"optimizer": "sgd", "attention": "unfused"}
+    experts = {"mtp_layers": 1, "expert_capacity": 1.25, "pad_experts": True}
+    assert dict(both.workload) == {"optimizer": "sgd", "attention": "unfused"} | experts
 
 
 def test_grids_replace_lists_and_a_cell_of_two_grids_is_one() -> None:

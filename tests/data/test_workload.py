@@ -37,6 +37,10 @@ if TYPE_CHECKING:
         ({"lengths": [(512, float("nan"))]}, "share=nan"),
         ({"expert_imbalance": 0.5}, "workload.expert_imbalance=0.5 must be a number from 1 (balanced)"),
         ({"expert_imbalance": float("inf")}, "workload.expert_imbalance=inf"),
+        ({"expert_capacity": 0}, "workload.expert_capacity=0 must be a number above 0, at most 1000"),
+        ({"expert_capacity": float("nan")}, "workload.expert_capacity=nan"),
+        ({"expert_capacity": 1, "pad_experts": 1}, "workload.pad_experts=1 must be true or false"),
+        ({"pad_experts": True}, "workload.pad_experts=True needs workload.expert_capacity"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
@@ -48,7 +52,9 @@ def test_a_document_has_the_fields_that_are_used_and_reads_back() -> None:
     plain = Training(1024, 8)
     assert not {"lora_rank", "lora_modules", "base_precision", "lengths"} & set(plain.to_dict())
     tuned = Training(1024, 8, lora_rank=8, lora_modules="attention", lengths=[(100, 3), [700, 1]])  # type: ignore[list-item]
-    for workload in (plain, tuned):
+    dropping = Training(1024, 8, expert_capacity=1.25, pad_experts=True)
+    assert dropping.to_dict().keys() - plain.to_dict().keys() == {"expert_capacity", "pad_experts"}
+    for workload in (plain, tuned, dropping):
         assert Training(**workload.to_dict()) == workload
     assert hash(tuned) != hash(plain)
 

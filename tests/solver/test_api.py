@@ -227,6 +227,48 @@ def test_evaluate_many_takes_adapters_and_documents() -> None:
         assert found.peak_memory_gb == pytest.approx(expected.peak_memory_bytes / 1e9, rel=1e-12)
 
 
+def test_evaluate_many_takes_what_a_workload_says_of_experts() -> None:
+    mixture = {
+        "model": "deepseek-v3",
+        "cluster": "dgx-h800:32",
+        "seq_len": 4096,
+        "global_batch": 1024,
+        "pp": 8,
+        "ep": 32,
+        "etp": 1,
+    }
+    tuned: tuple[dict[str, Any], ...] = (
+        {},
+        {"mtp_layers": 1},
+        {"expert_imbalance": 1.5},
+        {"expert_imbalance": 1.5, "expert_capacity": 1.25},
+        {"expert_capacity": 1.25, "pad_experts": True},
+        {"expert_capacity": 1.25, "pad_experts": False},
+    )
+    out = sw.evaluate_many(pd.DataFrame([mixture | fields for fields in tuned]))
+    times = []
+    for fields, found in zip(tuned, out.itertuples(), strict=True):
+        own = sw.build_instance("deepseek-v3", "dgx-h800:32", sw.Training(4096, 1024, **fields))
+        expected = sw.evaluate(own, plan_from_degrees(own, degrees_from(own, pp=8, ep=32, etp=1)))
+        assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-12)
+        assert found.peak_memory_gb == pytest.approx(expected.peak_memory_bytes / 1e9, rel=1e-12)
+        times.append(expected.step_time_s)
+    plain, modules, uneven, cut, padded, dropping = times
+    assert plain == dropping < cut == padded < uneven
+    assert plain < modules
+
+
+def test_fit_counts_what_a_workload_says_of_experts() -> None:
+    plain = sw.Training(4096, 3360)
+    fuller = replace(plain, mtp_layers=1, expert_capacity=2.0, pad_experts=True)
+    (found,) = sw.fit("deepseek-v3", "dgx-h200:16", fuller, quick=True)
+    assert found.plan is not None
+    assert found.evaluation is not None
+    emptier = sw.evaluate(replace(found.instance, workload=plain), found.plan)
+    assert found.evaluation.stages[-1].weights > emptier.stages[-1].weights
+    assert found.evaluation.stages[-1].activations > emptier.stages[-1].activations
+
+
 def test_a_plan_of_adapters_is_proven_and_keeps_its_workload() -> None:
     workload = sw.Training(4096, 64, lora_rank=16, base_precision="nf4", lengths=[(300, 3), (2000, 1)])
     result = sw.solve("llama-3.1-8b", "dgx-h100:1", workload, workers=1)
@@ -244,6 +286,10 @@ def test_a_plan_of_adapters_is_proven_and_keeps_its_workload() -> None:
     [
         ({"lora_rank": 0}, "workload.lora_rank=0"),
         ({"mean_document_length": "long"}, "length='long'"),
+        ({"expert_capacity": "all"}, "workload.expert_capacity='all' must be a number above 0"),
+        ({"expert_capacity": 1.25}, "llama-3.1-8b has no experts"),
+        ({"pad_experts": "some"}, "pad_experts='some' must be true or false"),
+        ({"mtp_layers": 1.5}, "mtp_layers=1.5 must be a whole number"),
         ({"seq_len": None}, "column seq_len is missing or empty"),
         ({"model": float("nan")}, "column model is missing or empty"),
         ({"tp": float("inf")}, "tp=inf must be a whole number"),

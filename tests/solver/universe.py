@@ -26,7 +26,7 @@ from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, T
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import load_rules, mtp_faults
+from shardwise.data.rules import capacity_faults, load_rules, mtp_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -252,8 +252,10 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"lora_rank": 64, "base_precision": "nf4"},
     {"lengths": ((100, 3), (700, 1))},
     {"mtp_layers": 1},
+    {"expert_capacity": 1.25, "expert_imbalance": 1.5},
+    {"expert_capacity": 0.7, "pad_experts": True},
 )
-"""Adapters and packing, each in one instance of a few."""
+"""Adapters, packing, multi-token prediction and capacity, each in one instance of a few."""
 
 
 @st.composite
@@ -266,6 +268,8 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         model = replace(model, mtp_depth=1)
         if mtp_faults(load_rules("free"), model, 1):
             tuned = {}
+    if "expert_capacity" in tuned and not any(isinstance(kind.ffn, Moe) for kind in model.kinds):
+        tuned = {}
     workload = Training(
         draw(st.sampled_from((512, 1000, 2048, 4096))),
         batch,
@@ -274,7 +278,12 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         attention=draw(st.sampled_from(("flash", "unfused"))),
         **tuned,
     )
-    packs = [name for name in PACKS if not mtp_faults(load_rules(name), model, workload.mtp_layers)]
+    packs = [
+        name
+        for name in PACKS
+        if not mtp_faults(load_rules(name), model, workload.mtp_layers)
+        and not capacity_faults(load_rules(name), model, workload)
+    ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
