@@ -1,6 +1,6 @@
 """Whether what is proven is what the schedule takes: random pipelines, solved and simulated event by event.
 
-    python benchmarks/agreement.py [--instances 500] [--first 0] [--free-chunks]
+    python benchmarks/agreement.py [--instances 500] [--first 0] [--free-chunks] [--time-limit 60]
 
 Attention, MLP-only and Mamba layers in random order, 2 to 16 stages, p to 16 p micro-batches, every schedule of the pack
 `free` in turn. Prints a line for each schedule, and every instance that is not closed or does not agree; Ctrl-C
@@ -27,7 +27,7 @@ from schedule_instances import SEARCHED, instance_with
 
 from shardwise.solver.solve import solve
 
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 60.0
 PROMISED_GAP = 0.05
 """With chunks of any size."""
 INTERLEAVED = SEARCHED.index("interleaved-1f1b")
@@ -45,10 +45,10 @@ class Line:
     cut_rounds: int
 
 
-def solved(seed: int, *, free_chunks: bool) -> Line:
+def solved(seed: int, time_limit_s: float, *, free_chunks: bool) -> Line:
     instance = instance_with(seed)
     started = time.monotonic()
-    result = solve(instance=instance, workers=1, time_limit_s=TIME_LIMIT_S, free_chunks=free_chunks)
+    result = solve(instance=instance, workers=1, time_limit_s=time_limit_s, free_chunks=free_chunks)
     seconds = time.monotonic() - started
     if result.plan is None or result.value is None or result.gap is None:
         return Line(seed, result.status, 1.0, 1.0, seconds, 0)
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="seed of the first instance")
     parser.add_argument("--free-chunks", action="store_true")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for each instance")
     options = parser.parse_args()
     print(f"{platform.machine()}, Python {platform.python_version()}, OR-Tools {metadata.version('ortools')}, 1 worker")
     seeds = range(options.first, options.first + options.instances)
@@ -70,7 +71,7 @@ def main() -> None:
     lines: dict[str, list[Line]] = defaultdict(list)
     try:
         for done, seed in enumerate(seeds, 1):
-            line = solved(seed, free_chunks=options.free_chunks)
+            line = solved(seed, options.time_limit, free_chunks=options.free_chunks)
             lines[SEARCHED[seed % len(SEARCHED)]].append(line)
             if line.status != "OPTIMAL" or line.apart > 1e-3:
                 print(f"  seed {seed}: {line.status}, gap {line.gap:.3%}, apart {line.apart:.2e}, {line.seconds:.1f} s")

@@ -98,7 +98,9 @@ class FreeChunks:
         after = np.minimum(first + size, self.layers)
         fits = (first + size <= self.layers) & (work[after] - work[first] + int(time.overhead) <= limit)
         self.most = int(np.flatnonzero(fits.any(axis=0)).max(initial=0))
-        self.fits, self.after = fits[:, : self.most + 1], after[:, : self.most + 1]
+        self.after = after[:, : self.most + 1]
+        self.barred = np.where(fits[:, : self.most + 1], 0.0, np.inf)
+        """What sizes cost more by first layer: nothing where they fit, without end where not."""
         self.loads = (self.sums[:, self.after] - self.sums[:, first]).astype(np.float64)
         """What 0, 1, ... `most` layers from each on take, shape (terms, first, size)."""
 
@@ -107,7 +109,7 @@ class FreeChunks:
     def shortest(self, path: MeanPath) -> tuple[float, Ints | None]:
         """(C1) The least length of a mean path, and the cuts that have it; infinite, and none, where no split is within
         the limit."""
-        least, cuts = self._cheapest(lambda chunk: np.tensordot(path.weights[:, chunk], self.loads, 1))
+        least, cuts = self._cheapest(lambda chunk: self.through(path, chunk))
         return least + float((path.weights[:, [0, -1]] * self.ends).sum()) + path.constant, cuts
 
     def nearest(self, sums: Floats) -> Ints | None:
@@ -124,8 +126,9 @@ class FreeChunks:
         choices = []
         for chunk in reversed(range(self.chunks)):
             cost = self.onwards(cost_of(chunk), chunk, onward)
-            choices.append(cost.argmin(axis=1))
-            onward = cost.min(axis=1)
+            choice = cost.argmin(axis=1)
+            choices.append(choice)
+            onward = cost[np.arange(self.layers + 1), choice]
         if not np.isfinite(onward[0]):
             return np.inf, None
         cuts = [0]
@@ -133,9 +136,16 @@ class FreeChunks:
             cuts.append(cuts[-1] + int(choice[cuts[-1]]))
         return float(onward[0]), np.array(cuts)
 
+    def through(self, path: MeanPath, chunk: int) -> Floats:
+        """What a mean path takes through each size of a chunk, by its first layer, without embedding and head."""
+        out: Floats = (path.weights[:, chunk] @ self.loads.reshape(len(TERMS), -1)).reshape(self.after.shape)
+        return out
+
     def onwards(self, costs: Floats, chunk: int, onward: Floats) -> Floats:
         """What each size of a chunk costs, with all behind it, by its first layer; infinite where it does not fit."""
-        out: Floats = np.where(self.fits, costs + onward[self.after], np.inf)
+        out: Floats = onward.take(self.after)
+        out += costs
+        out += self.barred
         if 0 < chunk < self.chunks - 1:
             out[:, 0] = np.inf
         return out
@@ -154,7 +164,7 @@ class FreeChunks:
         onward[-1] = 0
         shares = []
         for chunk in reversed(range(self.chunks)):
-            cost = self.onwards(np.tensordot(path.weights[:, chunk], self.loads, 1), chunk, onward)
+            cost = self.onwards(self.through(path, chunk), chunk, onward)
             least = cost.min(axis=1)
             least[~np.isfinite(least)] = 0
             share = np.exp((least[:, None] - cost) / spread)

@@ -79,10 +79,7 @@ class Ahead:
         self.chunks = [free.candidate.layout.chunks_of(k) for k in range(free.p)]
         self.fixed = float((path.weights[:, [0, -1]] * free.ends).sum() + path.constant)
         nothing = np.zeros(free.layers + 1)
-        self.costs = [
-            free.onwards(np.tensordot(path.weights[:, chunk], free.loads, 1), chunk, nothing)
-            for chunk in range(free.chunks)
-        ]
+        self.costs = [free.onwards(free.through(path, chunk), chunk, nothing) for chunk in range(free.chunks)]
         runs = 1 if self.folded else free.v
         self.left = np.empty((free.p + 1, runs, free.layers + 1, free.layers + 1))
         self.left[-1] = np.where(np.eye(free.layers + 1, dtype=bool), 0.0, np.inf)
