@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 MOST_PASSES = 200_000
 """Passes of a step up to which paths are followed through all of it."""
 FIRST_TURNS = 30
-TURNS = 400
+TURNS = 1000
 """(G3), (G1) Turns of fictitious play, and of the matrix after them."""
 KEPT = 150
 """(G1) The newest answers that stay, used or not."""

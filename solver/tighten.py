@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 FIRST_ROUNDS = 50
 """(C5) Rounds of local search before there is a relaxation."""
-PHASES: tuple[tuple[int | None, int], ...] = ((240, 120), (None, 600))
+PHASES: tuple[tuple[int | None, int], ...] = ((240, 120), (240, 120), (480, 120), (None, 600))
 """(C2) Turns, and (C5) rounds of local search after them, from each of two splits: the one that the turns lead to, and the
-best so far. Then (C4)."""
+best so far. Then (C4). Where the game is over, the last of them alone is left."""
 
 
 def tighten(search: Search) -> None:
@@ -70,6 +70,8 @@ def raised(search: Search, option: Option) -> Iterator[int]:
             if bound > search.longest(candidate) or cuts is None:
                 return
             starts.append(cuts)
+        if not starts and turns is not None:
+            continue
         if starts:
             split, _ = free.fastest(np.unique(starts, axis=0), UNLIMITED)
             if split is not None:
