@@ -34,7 +34,7 @@ INSTANCES = [
     ("deepseek-v3", "dgx-h800:256", 4096, 15360),
 ]
 GROWTH = [("llama-3.1-70b", f"dgx-h100:{nodes}", 8192, max(512, nodes)) for nodes in (8, 32, 128, 512, 2048, 8192)]
-ROWS = ("pruned_by_memory", "pruned_by_shape_bound", "pruned_by_work_bound")
+ROWS = ("pruned_by_dominance", "pruned_by_memory", "pruned_by_shape_bound", "pruned_by_work_bound")
 """What drops candidates before their placements are looked at."""
 SEED = 0
 WORKERS = 2
