@@ -204,8 +204,8 @@ class _Run:
         interrupted: Callable[[], bool],
     ) -> None:
         self.store, self.on_progress, self.interrupted = store, on_progress, interrupted
-        self.retry = {key for key, held in store.held().items() if held.status == "FAILED"} if retry_failed else set()
         held = store.held()
+        self.retry = {key for key, own in held.items() if own.status == "FAILED"} if retry_failed else set()
         todo = [task for task in tasks if self.wants(task, held.get(task.key))]
         self.open: dict[str, deque[Task]] = {}
         for task in todo:

@@ -150,8 +150,8 @@ class Incumbent:
 
     @property
     def near_s(self) -> float:
-        """V in seconds, and a little more than rounding to units may hide (`NEAR`)."""
-        return self.value * self.unit_s * NEAR
+        """Rows with a bound above this many seconds (`NEAR`) are not looked at: V as it is, for V in units is rounded down."""
+        return self.seconds * NEAR
 
     @cached_property
     def evaluation(self) -> Evaluation:
