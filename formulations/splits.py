@@ -194,7 +194,8 @@ class SplitSearch:
         """`kept` with the states of the layers."""
         key = (id(memory), in_flight_count, mode)
         if key not in self._held:
-            self._held[key] = (self.prefix(memory.state) + self.kept(memory, in_flight_count, mode)).tolist()
+            each = (state + memory.kept(kind, in_flight_count, mode) for kind, state in enumerate(memory.state))
+            self._held[key] = self.prefix(tuple(each)).tolist()
         return self._held[key]
 
     def _by_block(
