@@ -20,33 +20,46 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """What is planned; `options` are more words of the command."""
+
+    model: str
+    cluster: str
+    seq_len: int
+    batch: int
+    options: str = ""
+
 
 INSTANCES = [
-    ("llama-3.1-70b", "dgx-h100:8", 8192, 512),
-    ("llama-3.1-405b", "dgx-h100:2048", 8192, 2048),
-    ("gpt-3-175b", "dgx-a100:64", 2048, 1536),
-    ("llama-3.1-405b", "dgx-h100:2048", 131072, 128),
-    ("nemotron-h-56b", "dgx-h100:32", 8192, 768),
-    ("nemotron-3-nano-30b-a3b", "dgx-h100:4", 8192, 512),
-    ("qwen3-235b-a22b", "dgx-h100:32", 4096, 2048),
-    ("kimi-k2", "gb200-nvl72:144", 4096, 8192),
-    ("deepseek-v3", "dgx-h800:256", 4096, 15360),
+    Case("llama-3.1-70b", "dgx-h100:8", 8192, 512),
+    Case("llama-3.1-405b", "dgx-h100:2048", 8192, 2048),
+    Case("gpt-3-175b", "dgx-a100:64", 2048, 1536),
+    Case("llama-3.1-405b", "dgx-h100:2048", 131072, 128),
+    Case("nemotron-h-56b", "dgx-h100:32", 8192, 768),
+    Case("nemotron-3-nano-30b-a3b", "dgx-h100:4", 8192, 512),
+    Case("qwen3-235b-a22b", "dgx-h100:32", 4096, 2048),
+    Case("kimi-k2", "gb200-nvl72:144", 4096, 8192),
+    Case("deepseek-v3", "dgx-h800:256", 4096, 15360),
+    Case("deepseek-v3", "dgx-h800:256", 4096, 15360, "--mtp-layers 1"),
 ]
-GROWTH = [("llama-3.1-70b", f"dgx-h100:{nodes}", 8192, max(512, nodes)) for nodes in (8, 32, 128, 512, 2048, 8192)]
+GROWTH = [Case("llama-3.1-70b", f"dgx-h100:{nodes}", 8192, max(512, nodes)) for nodes in (8, 32, 128, 512, 2048, 8192)]
 ROWS = ("pruned_by_dominance", "pruned_by_memory", "pruned_by_shape_bound", "pruned_by_work_bound")
 """What drops candidates before their placements are looked at."""
 SEED = 0
 WORKERS = 2
 
 
-def run_once(model: str, cluster: str, seq_len: int, batch: int) -> dict[str, Any]:
-    """One process: its document, seconds and peak resident memory."""
+def run_once(case: Case) -> dict[str, Any]:
+    """One process: its document, seconds by the clock and of the processor, and peak resident memory."""
     with tempfile.TemporaryDirectory() as folder:
         document = Path(folder) / "result.json"
         command = [
-            sys.executable, "-m", "shardwise", "plan", "training", model, cluster, "--seq-len", str(seq_len),
-            "--global-batch", str(batch), "--workers", str(WORKERS), "--seed", str(SEED), "--json", str(document), "-q",
+            sys.executable, "-m", "shardwise", "plan", "training", case.model, case.cluster, "--seq-len", str(case.seq_len),
+            "--global-batch", str(case.batch), *case.options.split(), "--workers", str(WORKERS), "--seed", str(SEED),
+            "--json", str(document), "-q",
         ]  # fmt: skip
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -55,25 +68,28 @@ def run_once(model: str, cluster: str, seq_len: int, batch: int) -> dict[str, An
         if status:
             raise SystemExit(f"{' '.join(command)} ended with status {status}")
         result: dict[str, Any] = json.loads(document.read_text())
-    return result | {"seconds": seconds, "peak_mb": usage.ru_maxrss / 1000}
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return result | {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": usage.ru_maxrss / 1000}
 
 
-def row(model: str, cluster: str, seq_len: int, batch: int, repeat: int) -> dict[str, Any]:
+def row(case: Case, repeat: int) -> dict[str, Any]:
     """Medians over `repeat` processes, and the tally of one (they are all the same)."""
-    runs = [run_once(model, cluster, seq_len, batch) for _ in range(repeat)]
+    runs = [run_once(case) for _ in range(repeat)]
     report = runs[0]["report"]
     candidates, cp_sat = report["candidates"], report["cp_sat"]
     pruned = sum(count for name, count in candidates.items() if name in ROWS)
     return {
-        "model": model,
-        "cluster": cluster,
+        "model": case.model,
+        "cluster": case.cluster,
         "devices": report["universe"]["devices"],
-        "seq_len": seq_len,
-        "global_batch": batch,
+        "seq_len": case.seq_len,
+        "global_batch": case.batch,
+        "options": case.options,
         "status": runs[0]["status"],
         "gap": f"{runs[0]['gap']:.1e}",
         "step_time_s": round(runs[0]["value"], 4),
         "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
+        "cpu_seconds": round(statistics.median(run["cpu_seconds"] for run in runs), 2),
         "candidates_per_s": round(candidates["enumerated"] / report["wall_time_s"]),
         "pruned_before_placement": round(pruned / candidates["enumerated"], 5),
         "peak_mb": round(statistics.median(run["peak_mb"] for run in runs)),
@@ -109,10 +125,10 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, seed {SEED}, {WORKERS} workers"
     )
     tables = {}
-    for name, instances in (("instances", INSTANCES), ("growth", GROWTH)):
+    for name, cases in (("instances", INSTANCES), ("growth", GROWTH)):
         rows = []
-        for instance in instances:
-            rows.append(row(*instance, arguments.repeat))
+        for case in cases:
+            rows.append(row(case, arguments.repeat))
             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
         tables[name] = rows
     today = datetime.date.today().isoformat()

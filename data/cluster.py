@@ -35,6 +35,10 @@ class Link:
         if faults:
             raise ValueError("; ".join(faults))
 
+    def __hash__(self) -> int:
+        """Cheap: links are part of what collectives are remembered by."""
+        return hash(self.name)
+
     @property
     def effective_bytes_per_s(self) -> float:
         """Bandwidth left per accelerator when every accelerator of the domain sends at once."""

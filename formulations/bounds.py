@@ -39,7 +39,7 @@ Each is proven from the simple paths (T6) alone and property-tested against exha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,6 +90,9 @@ class BestCase:
     known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
     works: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
     ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
+    params: dict[tuple[int, int, int, bool], KindParams] = field(default_factory=dict, compare=False, repr=False)
+    states: dict[tuple[GridShape, int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
@@ -142,6 +145,35 @@ class BestCase:
             layers = sum(int(n) * time.both_s for n, time in zip(self.tables.kind_counts, times.kinds, strict=True))
             self.works[sharding] = float(layers + times.embedding.both_s + times.head.both_s)
         return self.works[sharding]
+
+    def kept_bytes(self, sharding: Sharding) -> float:
+        """(B1) Fully recomputed activations of one micro-batch, those of the head with them, remembered."""
+        key = replace(sharding, ep=min(sharding.ep, 2))
+        if key not in self.kept:
+            per_kind = [min(a.full, a.none) for a in self.tables.activations(key)]
+            head = head_activations_bytes(self.tables.instance, key)
+            self.kept[key] = float(np.dot(self.tables.kind_counts, per_kind) + head)
+        return self.kept[key]
+
+    def states_bytes(self, shape: GridShape, dp: int, pp: int) -> float:
+        """(B1) States of all layers and ends on one device of each of `pp` stages, remembered."""
+        key = (shape, dp, pp)
+        if key not in self.states:
+            instance = self.tables.instance
+            held = self.all_params(shape, tied=tied_copy(instance, pp, shape.schedule))
+            self.states[key] = state_bytes(instance, held, shape.degrees(pp, 1, dp, 1)).total
+        return self.states[key]
+
+    def all_params(self, shape: GridShape, *, tied: bool = False) -> KindParams:
+        """Parameters of all layers, the embedding and the head on the devices of one pipeline, remembered."""
+        key = (shape.tp, shape.ep, shape.etp, tied)
+        if key not in self.params:
+            tables, (tp, ep, etp, _) = self.tables, key
+            counts, kinds = tables.kind_counts, tables.kind_params(tp, ep, etp)
+            layers = (unit * int(n) for n, unit in zip(counts, kinds, strict=True))
+            ends = end_units(tables.instance, tp, ep, etp, with_tied_copy=tied)
+            self.params[key] = sum((*layers, *ends), KindParams(0, 0))
+        return self.params[key]
 
     def sync_rates(self, members: int, zero: int, *, each_pass: bool) -> SyncRates | None:
         """(B5) The least per parameter of gradient sync and of the optimizer, over places and numbers of replicas; None
@@ -403,7 +435,7 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
     """(B5) X."""
     shape = grid.shape
     profile, zero = best.tables.instance.profile, shape.zero
-    params = _all_params(best, shape)
+    params = best.all_params(shape)
     groups, at = grid.groups
     out = np.full(len(grid), np.inf)
     for each_pass in (False, True):
@@ -436,30 +468,16 @@ def memory_fits(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
 
 def least_memory(best: BestCase, grid: Grid) -> Floats:
     """(B1) Bytes that some device needs at least, for every row."""
-    tables, instance, shape = best.tables, best.tables.instance, grid.shape
+    instance, shape = best.tables.instance, grid.shape
     sizes, at_size = grid.sizes
     groups, at_group = grid.groups
-    kept = np.zeros(len(sizes))
-    for index, size in enumerate(sizes.tolist()):
-        sharding = shape.sharding(size)
-        per_kind = [min(a.full, a.none) for a in tables.activations(sharding)]
-        kept[index] = np.dot(tables.kind_counts, per_kind) + head_activations_bytes(instance, sharding)
-    states = np.zeros((2, len(groups)))
-    for pipelined in (0, 1):
-        held = _all_params(best, shape, tied=tied_copy(instance, 1 + pipelined, shape.schedule))
-        for index, dp in enumerate(groups.tolist()):
-            if _divides(shape, dp):
-                states[pipelined, index] = state_bytes(instance, held, shape.degrees(1 + pipelined, 1, dp, 1)).total
+    kept = np.array([best.kept_bytes(shape.sharding(size)) for size in sizes.tolist()])
+    own = replace(shape, sequence_parallel=False, cp_comm_type="p2p")  # states know neither
+    states = np.array(
+        [[best.states_bytes(own, dp, pp) if _divides(shape, dp) else 0.0 for dp in groups.tolist()] for pp in (1, 2)]
+    )
     need = states[(grid.pp > 1).astype(np.int64), at_group] + kept[at_size]
     return np.asarray(need / grid.pp + instance.profile.memory_reserve_bytes)
-
-
-def _all_params(best: BestCase, shape: GridShape, *, tied: bool = False) -> KindParams:
-    """Parameters of all layers, the embedding and the head on the devices of one pipeline."""
-    instance = best.tables.instance
-    kinds = best.tables.kind_params(shape.tp, shape.ep, shape.etp)
-    layers = (unit * int(n) for n, unit in zip(best.tables.kind_counts, kinds, strict=True))
-    return sum((*layers, *end_units(instance, shape.tp, shape.ep, shape.etp, with_tied_copy=tied)), KindParams(0, 0))
 
 
 def _divides(shape: GridShape, dp: int) -> bool:

@@ -201,11 +201,12 @@ class CostTables:
 
     def activations(self, sharding: Sharding) -> tuple[ActivationBytes, ...]:
         """Activation bytes of one layer of each kind."""
-        if sharding not in self._activations:
-            self._activations[sharding] = tuple(
-                layer_activations(self.instance, kind, sharding) for kind in self.instance.model.kinds
+        key = replace(sharding, ep=min(sharding.ep, 2))  # spread or not is all that matters of ep
+        if key not in self._activations:
+            self._activations[key] = tuple(
+                layer_activations(self.instance, kind, key) for kind in self.instance.model.kinds
             )
-        return self._activations[sharding]
+        return self._activations[key]
 
     def time(self, degrees: Degrees, placement: Placement, schedule: str = "") -> TimeCoefficients:
         """(F1) in seconds, remembered: one object for all that `vpp` and the schedule do not tell apart."""

@@ -99,9 +99,14 @@ class Outer:
 
 def collective_time_s(accelerator: Accelerator, op: str, bytes: float, spans: Spans) -> float:
     """Return the seconds of `op` on `bytes` over the group of `spans`, by the fastest of (C1)-(C6)."""
+    return fastest_time_s(accelerator, op, bytes, (spans,))
+
+
+def fastest_time_s(accelerator: Accelerator, op: str, bytes: float, alternatives: tuple[Spans, ...]) -> float:
+    """Return the least `collective_time_s` of the places that a group may have."""
     if bytes <= 0:
         return 0.0
-    return min((route.time_s(bytes) for route in routes(accelerator, op, spans)), default=0.0)
+    return min((route.time_s(bytes) for route in _routes(accelerator, op, alternatives)), default=0.0)
 
 
 def p2p_time_s(accelerator: Accelerator, bytes: float, link: Link) -> float:
@@ -142,6 +147,12 @@ def placements(size: int, levels: tuple[tuple[int, Link], ...]) -> tuple[Spans, 
                     yield ((members, link), *outer)
 
     return tuple(split(size, 0))
+
+
+@lru_cache(maxsize=65536)
+def _routes(accelerator: Accelerator, op: str, alternatives: tuple[Spans, ...]) -> tuple[Route, ...]:
+    """Those of all places; a group of one rank has none in any."""
+    return tuple(route for spans in alternatives for route in routes(accelerator, op, spans))
 
 
 @lru_cache(maxsize=65536)

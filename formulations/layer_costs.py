@@ -67,7 +67,7 @@ from shardwise.data.adapters import adapts
 from shardwise.data.cluster import Link
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
 from shardwise.data.workload import FROZEN_BYTES
-from shardwise.formulations.collectives import collective_time_s
+from shardwise.formulations.collectives import fastest_time_s
 from shardwise.formulations.kernels import (
     attention_time_s,
     gemm_time_s,
@@ -101,6 +101,8 @@ ADAPTER_VALUES, ADAPTER_LAUNCHES = 5, 4
 COPIED_VALUES = 2
 GATHER_LAUNCHES, ULYSSES_LAUNCHES = 2, 4
 UNPACK_LAUNCHES = 3
+REMEMBERED = 2**14
+"""Parts of layers that are kept."""
 
 Spans = tuple[tuple[int, Link], ...]
 
@@ -205,17 +207,15 @@ def row_outputs(kind: LayerKind, spread: bool) -> int:
 
 def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
     """Terms of all layer kinds, embedding and head; `compute` has those of `compute_terms`."""
-    once = _tensor_parallel_time_s(instance, sharding, groups)
+    once = _tensor_parallel_time_s(instance, unspread(sharding), groups.tp)
     turns = _collectives(sharding)
-    kinds = tuple(
-        terms + _communication(instance, kind, sharding, groups, once)
-        for kind, terms in zip(instance.model.kinds, compute.kinds, strict=True)
-    )
+    waits = tuple(_communication(instance, kind, sharding, groups, once) for kind in instance.model.kinds)
+    kinds = tuple(map(add, compute.kinds, waits))
     end = LayerTerms(tensor_forward=once, tensor_backward=once, launches=turns, collectives=turns)
     start = replace(end, tensor_backward=0.0) if instance.workload.frozen else end
     head = compute.head + end
     for _ in range(instance.workload.mtp_layers):
-        head += _communication(instance, instance.model.layers[-1], sharding, groups, once) + end + end + end
+        head += waits[instance.model.kind_indices[-1]] + end + end + end
     return ShardTerms(kinds, compute.embedding + start, head)
 
 
@@ -237,26 +237,33 @@ def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, grou
 
 def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
     """(L1)-(L4), (L8), (L9) without communication, the same for every algorithm of context parallelism."""
-    return ShardTerms(
-        tuple(_layer(instance, kind, sharding) for kind in instance.model.kinds),
-        _embedding(instance, sharding),
-        _head(instance, sharding),
-    )
+    kinds = tuple(_layer(instance, kind, sharding) for kind in instance.model.kinds)
+    own = unspread(sharding)
+    head = _output(instance, own)
+    for _ in range(instance.workload.mtp_layers):
+        head += _prediction(instance, own) + kinds[instance.model.kind_indices[-1]] + _output(instance, own)
+    return ShardTerms(kinds, _embedding(instance, own), head)
 
 
-def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, groups: Groups) -> float:
+def unspread(sharding: Sharding) -> Sharding:
+    """What everything but routed experts sees: much of a layer is the same for all their groups."""
+    return replace(sharding, ep=1, etp=sharding.tp)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, places: tuple[Spans, ...]) -> float:
     """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
         return 0.0
     size = tensor_parallel_bytes(instance, sharding)
     if sharding.sequence_parallel:
-        return sum(_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
-    return _fastest_s(instance, "all_reduce", size, groups.tp)
+        return sum(_fastest_s(instance, op, size, places) for op in ("all_gather", "reduce_scatter"))
+    return _fastest_s(instance, "all_reduce", size, places)
 
 
 def _fastest_s(instance: Instance, op: str, size: float, alternatives: tuple[Spans, ...]) -> float:
     """The collective in the fastest of the places that its group may have."""
-    return min(collective_time_s(instance.accelerator, op, size, spans) for spans in alternatives)
+    return fastest_time_s(instance.accelerator, op, size, alternatives)
 
 
 def tensor_parallel_bytes(instance: Instance, sharding: Sharding) -> float:
@@ -448,6 +455,13 @@ def _traffic(instance: Instance, values: float) -> LayerTerms:
 
 def _layer(instance: Instance, kind: LayerKind, sharding: Sharding) -> LayerTerms:
     """(L1)-(L4) of one layer: its mixer, its feed-forward part, and a norm and a residual for each."""
+    total = _dense_parts(instance, kind, unspread(sharding))
+    return total + _moe(instance, kind.ffn, sharding) if isinstance(kind.ffn, Moe) else total
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _dense_parts(instance: Instance, kind: LayerKind, sharding: Sharding) -> LayerTerms:
+    """All of a layer but its routed experts."""
     tokens = _tokens(instance, sharding)
     fused = instance.workload.fused_norm
     local_tokens = tokens / sharding.tp if sharding.sequence_parallel else tokens
@@ -463,9 +477,7 @@ def _layer(instance: Instance, kind: LayerKind, sharding: Sharding) -> LayerTerm
         elif isinstance(part, LinearAttention | Mamba):
             total += _recurrent(instance, part, sharding, tokens)
         elif isinstance(part, Mlp):
-            total += _mlp(instance, part.intermediate, part.gated, sharding, tokens)
-        else:
-            total += _moe(instance, part, sharding, tokens)
+            total += _mlp(instance, part.intermediate, part.gated, sharding)
     return total
 
 
@@ -549,8 +561,10 @@ def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Shar
     return total + LayerTerms(core_forward=scan, core_backward=2 * scan, launches=RECURRENT_LAUNCHES)
 
 
-def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding, tokens: float) -> LayerTerms:
+@lru_cache(maxsize=REMEMBERED)
+def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding) -> LayerTerms:
     """(L1), (L4): a dense feed-forward part; the activation reads its inputs and writes one output."""
+    tokens = _tokens(instance, sharding)
     width = max(intermediate // sharding.tp, 1)
     inputs = 2 if gated else 1
     return (
@@ -561,8 +575,9 @@ def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding,
     )
 
 
-def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> LayerTerms:
+def _moe(instance: Instance, part: Moe, sharding: Sharding) -> LayerTerms:
     """(L1), (L4): router, permutation, the experts of the busiest rank, shared expert."""
+    tokens = _tokens(instance, sharding)
     ways = sharding.etp if sharding.spread else sharding.tp
     hidden, width = instance.model.hidden, max(part.intermediate // ways, 1)
     share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
@@ -582,7 +597,7 @@ def _moe(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> La
     total += _expert_linear(instance, experts, routed, (hidden,), width)
     total += _traffic(instance, (inputs + 1) * routed * width)
     if part.shared_intermediate:
-        total += _mlp(instance, part.shared_intermediate, part.gated, sharding, tokens)
+        total += _mlp(instance, part.shared_intermediate, part.gated, unspread(sharding))
     return total
 
 
@@ -592,16 +607,9 @@ def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:
     return replace(moved, traffic_backward=0.0) if instance.workload.frozen else moved
 
 
-def _head(instance: Instance, sharding: Sharding) -> LayerTerms:
-    """(L8), (L13)."""
-    total = _output(instance, sharding)
-    for _ in range(instance.workload.mtp_layers):
-        total += _prediction(instance, sharding)
-    return total
-
-
+@lru_cache(maxsize=REMEMBERED)
 def _prediction(instance: Instance, sharding: Sharding) -> LayerTerms:
-    """(L13) of one module, without communication."""
+    """(L13) of one module ahead of its layer, without communication."""
     tokens, hidden = _tokens(instance, sharding), instance.model.hidden
     local_tokens, fused = tokens / sharding.tp if sharding.sequence_parallel else tokens, instance.workload.fused_norm
     norms = _traffic(instance, 2 * NORM_VALUES[fused] * local_tokens * hidden)
@@ -610,11 +618,10 @@ def _prediction(instance: Instance, sharding: Sharding) -> LayerTerms:
         + norms
         + LayerTerms(launches=2 * NORM_LAUNCHES[fused] + 2)
         + _matrix(instance, tokens, max(hidden // sharding.tp, 1), 2 * hidden)
-        + _layer(instance, instance.model.layers[-1], sharding)
-        + _output(instance, sharding)
     )
 
 
+@lru_cache(maxsize=REMEMBERED)
 def _output(instance: Instance, sharding: Sharding) -> LayerTerms:
     """(L8) Final norm, output matrix and cross entropy."""
     tokens = _tokens(instance, sharding)

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from shardwise.data.pipeline import FOLDED, layout
 from shardwise.data.plan import Plan, Recompute, Stage
 from shardwise.formulations.passes import chunk_counts, links_of, pass_times
+from shardwise.formulations.reach import Reach
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class SplitSearch:
         self.layers = len(self.kinds)
         self.whole = instance.limits.recompute == "full"
         self._kept_prefixes: dict[tuple[int, int, str], Ints] = {}
+        self._held: dict[tuple[int, int, str], list[int]] = {}
+        self._room_lines: dict[tuple[int, int], tuple[int, int]] = {}
         self._saved: dict[tuple[int, int], int] = {}
         wanted = instance.limits.recompute
         modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
@@ -130,13 +133,16 @@ class SplitSearch:
         """Every relaxed split within `limit` units and memory, ascending by bound: no plan of the candidate is below the
         first, and no plan of a split that is still to come below the last."""
         memory = self.tables.memory(candidate.degrees, candidate.schedule)
-        splits = self._even_splits(candidate, time, limit) if candidate.degrees.vpp > 1 else None
+        several = candidate.degrees.vpp > 1
+        splits = self._even_splits(candidate, time, limit) if several else None
+        reach = None if several else Reach(self, candidate, time, memory, limit)
         found: list[Iterable[Split]] = []
         for modes in self.mode_sets:
-            if candidate.degrees.vpp == 1 and candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
-                found.append(self._by_block(candidate, time, memory, limit))
-            elif candidate.degrees.vpp == 1:
-                found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
+            if reach is not None and candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
+                found.append(self._by_block(candidate, time, memory, limit, reach))
+            elif reach is not None:
+                if modes not in (("none",), ("selective",)) or reach.all_layers(modes[0]):
+                    found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
             elif splits is not None:
                 found.append(self._interleaved(candidate, memory, limit, modes, *splits))
         return heapq.merge(*found, key=lambda split: split.bound)
@@ -184,12 +190,21 @@ class SplitSearch:
             self._kept_prefixes[key] = self.prefix(kept)
         return self._kept_prefixes[key]
 
+    def held(self, memory: MemoryCoefficients, in_flight_count: int, mode: str) -> list[int]:
+        """`kept` with the states of the layers."""
+        key = (id(memory), in_flight_count, mode)
+        if key not in self._held:
+            each = (state + memory.kept(kind, in_flight_count, mode) for kind, state in enumerate(memory.state))
+            self._held[key] = self.prefix(tuple(each)).tolist()
+        return self._held[key]
+
     def _by_block(
-        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int
+        self, candidate: Candidate, time: TimeCoefficients, memory: MemoryCoefficients, limit: int, reach: Reach
     ) -> Iterator[Split]:
         """(P3) The splits of v = 1 with one block of full recompute for all stages, best first. Each block has a dynamic
         program of its own, which is opened when a bound on it is reached: with blocks of b layers and stages of at most n
-        at least min(1, b / n) of all layers are repeated, and T >= overhead + m / p (W + sends + what is repeated)."""
+        at least min(1, b / n) of all layers are repeated, and T >= overhead + m / p (W + sends + what is repeated).
+        Blocks that (W2) excludes have none."""
         p, m = candidate.degrees.pp, candidate.micro_batches
         most, each = self._most_layers(time, m, limit), int(min(time.full[:-2]))
         work = int(self.prefix(_both(time))[-1] + sum(_both(time)[-2:]) + 2 * _links(time, p)[0].sum())
@@ -205,7 +220,12 @@ class SplitSearch:
             block += 1
         while opened or block <= most:
             while block <= most and least(block) <= limit and (not opened or least(block) <= opened[0][0]):
-                splits = _by_bound(self._stage_choices(candidate, time, memory, limit, ("full",), block), limit)
+                choices = (
+                    self._stage_choices(candidate, time, memory, limit, ("full",), block)
+                    if reach.all_layers("full", block)
+                    else []
+                )
+                splits = _by_bound(choices, limit)
                 for split in itertools.islice(splits, 1):
                     heapq.heappush(opened, (split.bound, block, split, splits))
                 block += 1
@@ -282,16 +302,24 @@ class SplitSearch:
 
     def _rooms(self, candidate: Candidate, memory: MemoryCoefficients, block: int) -> list[int]:
         """Layers that each stage of v = 1 holds at most when it repeats `block` of them in full."""
-        p, m, kinds = candidate.degrees.pp, candidate.micro_batches, range(len(memory.state))
-        in_flight = [in_flight_once(p, 1, m, k, candidate.schedule)[0] for k in range(p)]
-        rooms: dict[int, int] = {}
-        for flying in set(in_flight):
+        p, m = candidate.degrees.pp, candidate.micro_batches
+        lines = [self._room_line(memory, in_flight_once(p, 1, m, k, candidate.schedule)[0]) for k in range(p)]
+        free = memory.capacity - memory.fixed
+        return [
+            self.layers if each <= 0 else max(min((free + block * saved) // each, self.layers), 0)
+            for saved, each in lines
+        ]
+
+    def _room_line(self, memory: MemoryCoefficients, flying: int) -> tuple[int, int]:
+        """MiB that full recompute of a layer frees at most, and that a layer needs at least without it."""
+        key = (id(memory), flying)
+        if key not in self._room_lines:
+            kinds = range(len(memory.state))
             plain = [memory.kept(kind, flying, "none") for kind in kinds]
             saved = max(kept - memory.kept(kind, flying, "full") for kind, kept in zip(kinds, plain, strict=True))
             each = min(state + kept for state, kept in zip(memory.state, plain, strict=True))
-            room = memory.capacity - memory.fixed + block * max(saved, 0)
-            rooms[flying] = self.layers if each <= 0 else max(min(room // each, self.layers), 0)
-        return [rooms[flying] for flying in in_flight]
+            self._room_lines[key] = max(saved, 0), each
+        return self._room_lines[key]
 
     def _most_layers(self, time: TimeCoefficients, micro_batches: int, limit: int) -> int:
         """No stage of a plan within `limit` holds more layers than this."""

@@ -67,8 +67,8 @@ FIRST_TRY, FIRST_ROWS = 4, 256
 """Rows are first tried up to so many times their bound, and so many of them before all are sorted."""
 FIRST_SHAPES, PROBES, PROBED_ROWS = 16, 32, 1024
 """Shapes that are bounded before there is an incumbent, and rows that are tried before all others, of how many."""
-MOST_SPLITS = 64
-"""Splits of one candidate that are judged before it is left to CP-SAT."""
+MOST_SPLITS, MOST_AGAIN = 64, 4096
+"""Splits of one candidate that are judged at first, and again with the incumbent known, before it is left to CP-SAT."""
 
 
 class Row(NamedTuple):
@@ -504,17 +504,20 @@ class Search:
             self.incumbent = Incumbent(self, plan, candidate, value, units, self.unit_s)
         return inner
 
-    def try_candidate(self, candidate: Candidate, time_units: TimeCoefficients, limit: int) -> Option | None:
+    def try_candidate(
+        self, candidate: Candidate, time_units: TimeCoefficients, limit: int, most: int = MOST_SPLITS
+    ) -> Option | None:
         """The candidate as an option for CP-SAT, or None when its split bound is above `limit`; offers its plans.
 
         Splits come in ascending order of their bound. Where (P4) holds, the best plan seen is the best of the candidate
-        as soon as no split that is left has a smaller bound; its step time is then the candidate's bound.
+        as soon as no split that is left has a smaller bound; its step time is then the candidate's bound. After `most`
+        splits the bound of the next ones is.
         """
         splits = self.splits.ascending(candidate, time_units, limit)
         if candidate.degrees.vpp > 1 and not self.instance.rules.even_chunks:
             bound: int | None = self.try_even(candidate, splits)
         else:
-            bound = self.try_splits(candidate, time_units, splits, limit)
+            bound = self.try_splits(candidate, time_units, splits, limit, most)
         worth = self.worth(candidate)
         if bound is None or (worth.plain and bound > limit):
             return None
@@ -534,10 +537,10 @@ class Search:
         return worth.least(max(self.units_below(self.placed_bound_s(candidate), candidate.micro_batches), 0))
 
     def try_splits(
-        self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int
+        self, candidate: Candidate, time_units: TimeCoefficients, splits: Iterator[Split], limit: int, most: int
     ) -> int | None:
         """The inner value of the candidate's best plan, or a bound below it: of the splits that (P4) leaves open, or of
-        those not tried after `MOST_SPLITS`; None where no plan is within `limit` units of time."""
+        those not tried after `most`; None where no plan is within `limit` units of time."""
         best = open_bound = UNLIMITED
         worth, tried = self.worth(candidate), 0
         while batch := list(itertools.islice(splits, MOST_SPLITS if tried else 1)):
@@ -558,7 +561,7 @@ class Search:
                 if not self.splits.exact(candidate) and (offered is None or offered > inner):
                     open_bound = min(open_bound, max(inner, worth.least(split.bound)))
             tried += len(batch)
-            if tried > MOST_SPLITS:
+            if tried > most:
                 open_bound = min(open_bound, worth.least(batch[-1].bound))
                 break
         bound = min(best, open_bound)
@@ -588,6 +591,20 @@ class Search:
         self.cuts[cut] = None
         return not known
 
+    def try_again(self) -> None:
+        """Try the open candidates whose splits are all there is of them, best bound first, to the end where it is near: most
+        were broken off when less was known. CP-SAT would have to tell their splits apart one by one."""
+        for position, option in enumerate(self.open):
+            candidate = option.candidate
+            several = candidate.degrees.vpp > 1 and not self.instance.rules.even_chunks
+            if several or not self.splits.exact(candidate) or self.beaten(option) or self.met(option):
+                continue
+            self.check_time()
+            found = self.try_candidate(candidate, option.time, self.longest(candidate), MOST_AGAIN)
+            bound = UNLIMITED if found is None else max(found.bound, option.bound)
+            self.open[position] = replace(option, bound=bound)
+        self.drop_beaten()
+
     def settle_by_splits(self) -> bool:
         """The first plan in the documented order, where all splits of the incumbent's candidate are exact and few."""
         incumbent = self.incumbent
@@ -596,17 +613,19 @@ class Search:
         rules = self.instance.rules
         if not rules.uniform_recompute or (candidate.degrees.vpp > 1 and not rules.even_chunks):
             return False
+        time_units, worth = self.coefficients(candidate), self.worth(candidate)
         splits = list(
-            itertools.islice(
-                self.splits.ascending(candidate, self.coefficients(candidate), self.longest(candidate)), MOST_SPLITS + 1
-            )
+            itertools.islice(self.splits.ascending(candidate, time_units, self.longest(candidate)), MOST_AGAIN + 1)
         )
-        if len(splits) > MOST_SPLITS:
+        if len(splits) > MOST_AGAIN:
             return False
-        best = incumbent.value // self.worth(candidate).multiplier
+        best = incumbent.value // worth.multiplier
+        steps, counts = self.splits.timed(candidate, time_units, splits)
+        inners = worth.inner(steps, candidate.layout, counts)
         equal = [
             plan
-            for split in splits
+            for split, inner in zip(splits, inners.tolist(), strict=True)
+            if inner <= best
             for plan in plans_to_try(self.instance, candidate, split)
             if (found := self.inner(plan, candidate)) is not None and found[1] == best
         ]

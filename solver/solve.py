@@ -236,6 +236,7 @@ class Run:
         else:
             search.probe(search.within())
             search.prune(search.within())
+            search.try_again()
             tighten(search)
             closed = close_waves(search, self.statistics, self.workers, self.seed)
         if closed and search.incumbent is not None:

@@ -31,15 +31,18 @@ from shardwise.formulations.bounds import grid_bounds, least_memory_bytes, memor
 from shardwise.formulations.candidates import Candidate, enumerate_grids
 from shardwise.formulations.dominance import dominated
 from shardwise.formulations.memory import MIB
+from shardwise.formulations.reach import Reach
+from shardwise.formulations.splits import _by_bound
 from shardwise.solver.evaluate import evaluate
 from shardwise.solver.search import UNLIMITED, Search
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
-    from shardwise.data.plan import Degrees, Plan
+    from shardwise.data.plan import Degrees, Plan, Recompute
     from shardwise.data.profile import Profile
 
 ROUNDING = 1 + 1e-12
+_SETTINGS: tuple[tuple[Recompute, int], ...] = (("none", 0), ("selective", 0), ("full", 1), ("full", 2))
 
 
 def candidate_of(corner: Corner) -> Candidate:
@@ -196,6 +199,52 @@ def test_the_split_bound_is_below_the_fastest_plan_of_each_candidate(instance: I
             assert bounds[0] <= units
             assert bounds == sorted(bounds)
             assert bounds[-1] <= limit
+
+
+@examples(20)
+@given(instances(), st.floats(0.9, 1))
+def test_layers_that_do_not_reach_the_end_have_no_split(instance: Instance, share: float) -> None:
+    """(W1), (W2) against the dynamic program, with limits at, just below and further below its optimum."""
+    unreached_splits(instance, share)
+
+
+@pytest.mark.parametrize(
+    "limits", [("micro_batch=1",), ("pp>=3", "micro_batch<=2"), ("memory_gb<=12", "pp>=2", "micro_batch=1")]
+)
+def test_layers_do_not_reach_the_end_where_a_stage_is_too_slow_or_too_full(limits: tuple[str, ...]) -> None:
+    limits = (*limits, "vpp=1", "zero=1", "cp=1")
+    instance = instance_of(llama(7, 4096), (8,), limits=limits, workload=Training(4096, 16))
+    assert unreached_splits(instance, 0.97) > 20
+
+
+def unreached_splits(instance: Instance, share: float) -> int:
+    """How many dynamic programs (W2) makes needless, each of which is solved to see that it finds nothing."""
+    search = Search(instance, None, None)
+    search.choose_unit(1e-2)
+    return sum(
+        needless_programs(search, candidate_of(corner), mode, block, share)
+        for corner in corners(instance)
+        if corner.degrees.vpp == 1 and instance.rules.uniform_recompute
+        for mode, block in _SETTINGS
+    )
+
+
+def needless_programs(search: Search, candidate: Candidate, mode: Recompute, block: int, share: float) -> int:
+    splits, time = search.splits, search.coefficients(candidate)
+    memory = search.tables.memory(candidate.degrees, candidate.schedule)
+
+    def best(limit: int) -> int | None:
+        choices = splits._stage_choices(candidate, time, memory, limit, (mode,), block)
+        return next((split.bound for split in _by_bound(choices, limit)), None)
+
+    least = best(UNLIMITED) or UNLIMITED
+    unreached = [
+        limit
+        for limit in {least, least - 1, int(least * share), int(least * share**2)}
+        if not Reach(splits, candidate, time, memory, limit).all_layers(mode, block)
+    ]
+    assert all(best(limit) is None for limit in unreached)
+    return len(unreached)
 
 
 @examples(30)
