@@ -10,16 +10,15 @@ from rich.table import Table
 
 from shardwise.data.faults import InputError
 from shardwise.solver.cli_workload import (
-    AttentionOption,
     FixOption,
     LimitOption,
     ModelArgument,
-    OptimizerOption,
-    PrecisionOption,
     ProfileOption,
     RulesOption,
     training,
+    workload_options,
 )
+from shardwise.solver.option_groups import takes
 from shardwise.solver.progress import watching
 from shardwise.solver.render import GB, NOTHING, degrees_in_words
 from shardwise.solver.terminal import (
@@ -49,7 +48,9 @@ COLUMNS = 4
 """Targets beside each other."""
 
 
+@takes(details=workload_options)
 def fit_command(
+    *,
     model: ModelArgument,
     on: Annotated[
         list[str] | None,
@@ -65,9 +66,7 @@ def fit_command(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per step; 3360, which divides well, without it.")
     ] = None,
-    precision: PrecisionOption = "bf16",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "flash",
+    details: dict[str, Any],
     rules: RulesOption = "megatron-core",
     profile: ProfileOption = None,
     fix: FixOption = None,
@@ -89,10 +88,15 @@ def fit_command(
         {
             "seq_len": usual_seq_len(model) if seq_len is None else seq_len,
             "global_batch": GLOBAL_BATCH if global_batch is None else global_batch,
-            "precision": precision, "optimizer": optimizer, "attention": attention,
+            **details,
         },
-        model, on, rules, profile, limits, time_limit,
-    )  # fmt: skip
+        model,
+        on,
+        rules,
+        profile,
+        limits,
+        time_limit,
+    )
     with watching(err, quiet=quiet) as watch:
         found = fit(
             model, on, workload, rules=rules, profile=profile, limits=limits, time_limit_s=time_limit,
