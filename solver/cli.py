@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
 
 LAUNCHERS = ("megatron-core",)
+PLAN_FILE = "A plan.json, the file of plan --json, or STORE/CELL of a batch."
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
 
 
@@ -259,7 +260,7 @@ def evaluate_command(
     *,
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
     cluster: Annotated[str | None, typer.Argument(metavar="CLUSTER")] = None,
-    plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan.json.")] = None,
+    plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help=PLAN_FILE)] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.")] = None,
     details: dict[str, Any],
@@ -397,7 +398,7 @@ def numbers(text: str | None) -> list[int] | None:
 
 @app.command("simulate")
 def simulate_command(
-    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help=PLAN_FILE)],
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the timeline as a Chrome trace.")
     ] = None,
@@ -429,7 +430,7 @@ def simulate_command(
 
 @app.command("export")
 def export_command(
-    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help=PLAN_FILE)],
     to: Annotated[str, typer.Option("--to", help="megatron-core.")],
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE")] = None,
     json_path: JsonOption = None,

@@ -220,13 +220,13 @@ def _more(one: Fit) -> list[str]:
     if one.roomy is not None:
         band = f"tight: the fastest plan is within the band of {100 * one.instance.profile.memory_band:g} %"
         most = int(10 * one.arithmetic.usable_bytes / GB / (1 + one.instance.profile.memory_band)) / 10
-        there = counted(one.roomy.devices or 0, "device")
+        there = f"{counted(one.roomy.devices or 0, 'device')} hold{'s' if one.roomy.devices == 1 else ''}"
         if one.roomy.devices is None:
             lines.append(f"{band}; no number of devices asked about leaves it free")
         elif one.roomy.devices == one.devices:
-            lines.append(f'{band}; {there} hold one that leaves it free: --limit "memory_gb<={most:.1f}"')
+            lines.append(f'{band}; {there} one that leaves it free: --limit "memory_gb<={most:.1f}"')
         else:
-            lines.append(f"{band}; {there} hold one that leaves it free")
+            lines.append(f"{band}; {there} one that leaves it free")
     for change in one.changes:
         needed = "fits on none asked about" if change.devices is None else counted(change.devices, "device")
         lines.append(f"{change.what}: {needed}")
@@ -238,7 +238,7 @@ def _summary(found: Sequence[Fit]) -> Table:
     for name in ("on", "answer"):
         table.add_column(name, overflow="fold")
     for name in ("devices", "states alone", "step s", "tokens/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for one in found:
         own, least = one.evaluation, one.arithmetic.least_devices
         fewest = f"> {one.excluded:,}" if one.devices is None else f"{one.devices:,}"

@@ -111,7 +111,9 @@ def plan_from_degrees(
             f"stages: {len(chunks)} numbers given, pp={degrees.pp} x vpp={degrees.vpp} asks for one per chunk"
         )
     if sum(chunks) != layers or min(chunks, default=0) < 0:
-        faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {layers} layers")
+        faults.append(
+            f"stages={','.join(map(str, chunks))} must be numbers of 0 or more that add up to the model's {layers} layers"
+        )
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
     if faults:

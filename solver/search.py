@@ -282,6 +282,7 @@ class Search:
                 bounds.append(float(self.value_s(own, step_s).min()) if np.isfinite(step_s[0]) else math.inf)
                 left.append(own)
             self.check_time()
+            self.report("enumerating", None, self.tally.enumerated)
         order = np.argsort(bounds, kind="stable").tolist()
         self.waiting = deque((bounds[i], left[i]) for i in order)
         self.unopened_bound_s = min(bounds, default=None)
@@ -303,6 +304,7 @@ class Search:
                     self.bounded.append(Bounded(fitting, self.value_s(fitting, step_s), step_s))
                     self.in_reach = None
             self.check_time()
+            self.report("bounding", None, len(self.waiting))
 
     def of_devices(self, count: int, bounded: list[Bounded]) -> Search:
         """A search over the bounded rows of exactly so many devices, which shares what this one knows."""
@@ -396,6 +398,7 @@ class Search:
         left = []
         for _, step_s, grid, row in rows:
             self.check_time()
+            self.report("trying", None, len(self.bounded))
             self.choose_unit(step_s)
             for candidate in self.candidates(grid, row):
                 limit = min(self.longest(candidate), math.ceil(factor * step_s / self.unit_s))
@@ -411,6 +414,7 @@ class Search:
         first = PROBES // 2
         for _, _, grid, row in [*rows[:first], *rows[first :: max(len(rows) // first, 1)]]:
             self.check_time()
+            self.report("trying", None, len(rows))
             for candidate in self.candidates(grid, row):
                 self.try_candidate(candidate, self.coefficients(candidate), self.longest(candidate))
 

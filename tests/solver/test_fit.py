@@ -250,6 +250,11 @@ def test_a_frozen_model_needs_no_more_devices_than_hold_its_adapters_and_frozen_
     assert result.value == 1
 
 
+def test_a_limit_that_no_rule_admits_is_told_with_the_rule() -> None:
+    code, text = invoke("llama-3.1-8b", "dgx-h100:1", "--limit", "tp=3")
+    assert (code, "tp=3 does not divide num_attention_heads=32" in text) == (1, True)
+
+
 def test_the_command_takes_the_details_of_a_workload() -> None:
     """The command says of adapters, documents and experts what `sw.fit` does."""
     code, text = invoke(
