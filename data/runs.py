@@ -74,6 +74,11 @@ class Run:
     assumed: tuple[str, ...] = ()
 
     @property
+    def devices(self) -> int:
+        """n_gpus."""
+        return _count(self.row, "n_gpus")
+
+    @property
     def measured_step_time_s(self) -> float | None:
         return _number(self.row, "step_time_s")
 

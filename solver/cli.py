@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -304,6 +305,7 @@ def evaluate_command(
     fix: FixOption = None,
     limit: LimitOption = None,
     of_run: dict[str, Any],
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -313,7 +315,7 @@ def evaluate_command(
     0 for a legal plan that fits, 1 for one that is illegal, does not fit or breaks a limit, 2 for bad input.
     """
     del quiet  # nothing here takes long enough to report
-    check_outputs(json=json_path)
+    check_outputs(output=output, json=json_path)
     plan = None if plan_path is None else read_plan(plan_path)
     degrees = given(
         tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
@@ -345,7 +347,11 @@ def evaluate_command(
     result = evaluate(instance, plan)
     run = None if terms is None else run_of(result, terms)
     write_json(result.to_dict() | {"plan": plan.to_dict()} | run_document(terms, run), json_path)
-    show_verdict(show(json_path), instance, plan, result, run)
+    if output is not None:
+        from shardwise.data.instance_document import instance_document
+
+        write(replace(plan, instance=instance_document(instance), evaluation=result.to_dict()).to_json(), output)
+    show_verdict(show(json_path, output), instance, plan, result, run)
     raise typer.Exit(DONE if result.admitted else NO)
 
 

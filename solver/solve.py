@@ -383,6 +383,11 @@ def limit_reasons(instance: Instance) -> list[str]:
         reasons.append(
             f"free_nodes>={limits.range('free_nodes').low} leaves none of the {nodes} nodes of cluster {instance.cluster.name}"
         )
+    for name, most in (("vpp", instance.rules.max_vpp), ("micro_batch", instance.rules.max_micro_batch)):
+        if limits.range(name).low > most:
+            reasons.append(
+                f"{name}>={limits.range(name).low} is above the maximum of the universe, {most}; evaluate takes it"
+            )
     batch = instance.workload.global_batch
     for name in ("dp", "micro_batch"):
         allowed = limits.range(name)

@@ -382,7 +382,7 @@ def test_what_is_missing_is_named_all_at_once() -> None:
         (("--recompute", "some"), 2, "recompute='some'"),
         (("--rank-order", "pp-first"), 2, "rank_order='pp-first'"),
         (("--stages", "16,16"), 2, "2 numbers given"),
-        (("--stages", "-1,33", "--pp", "2"), 2, "must be numbers of 0 or more that add up to the model's 32 layers"),
+        (("--stages", "-1,33", "--pp", "2"), 2, "stages=-1,33 must not be negative"),
         (("--recompute-layers", "2"), 2, "needs recompute=full"),
         (("--limit", "tp>=2"), 1, "tp=1 breaks the limit tp>=2"),
         (("--limit", "memory_gb<=1"), 1, "does not fit"),
@@ -464,6 +464,15 @@ def test_a_folder_without_a_config_and_a_config_without_a_family_are_told_so(tmp
     assert "the folder holds no config.json" in invoke("evaluate", str(tmp_path), "dgx-h100:1", *TRAINING)[1]
     (tmp_path / "config.json").write_text("{}")
     assert "model_type is missing" in invoke("evaluate", str(tmp_path), "dgx-h100:1", *TRAINING)[1]
+
+
+def test_an_evaluated_plan_is_written_and_exported(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    shape = ("--tp", "4", "--pp", "2", "--recompute", "selective")
+    code, text = invoke("evaluate", *SMALL, *shape, "-o", str(path))
+    assert (code, invoke("evaluate", "--plan", str(path))) == (0, (code, text))
+    code, text = invoke("export", str(path), "--to", "megatron-core")
+    assert (code, "--tensor-model-parallel-size 4" in text) == (0, True)
 
 
 def test_more_devices_than_there_are_leave_none_idle() -> None:
@@ -817,3 +826,9 @@ def test_tokens_that_are_none_are_bad_input(said: Any) -> None:
     nowhere: Any = None
     with pytest.raises(sw.InputError, match="tokens="):
         sw.training_run(nowhere, tokens=said)
+
+
+def test_a_limit_above_what_is_searched_is_told_so() -> None:
+    code, text = invoke("plan", "training", *SMALL, "--fix", "micro_batch=64")
+    assert (code, "micro_batch>=64 is above the maximum of the universe, 32" in text) == (1, True)
+    assert invoke("evaluate", *SMALL, "--micro-batch", "64", "--dp", "1", "--recompute", "full")[1].find("legal") > 0
