@@ -227,7 +227,7 @@ class Search:
         if best_s is not None and bound_s is not None:
             bound_s = min(bound_s, best_s)
         value, bound = (None if s is None else self.objective.value(self.instance, s) for s in (best_s, bound_s))
-        self.on_progress(Progress(phase, value, bound, self.objective.unit, open_count, now - self.started))
+        self.on_progress(Progress(phase, value, bound, self.objective.value_unit, open_count, now - self.started))
 
     def check_time(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
