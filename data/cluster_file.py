@@ -33,7 +33,7 @@ from shardwise.data.cluster_form import (
     describe,
     tables,
 )
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,7 @@ def read_cluster_file(path: Path) -> Cluster:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise InputError(f"cluster file {str(path)[:200]!r} cannot be read: {error}") from None
+        raise InputError(f"cluster file {str(path)[:200]!r} cannot be read: {unreadable(error)}") from None
     if len(content) > MAX_FILE_BYTES:
         raise InputError(
             f"cluster file {path}: more than {MAX_FILE_BYTES} bytes; write equal nodes as one group with count"
@@ -56,7 +56,7 @@ def read_cluster_file(path: Path) -> Cluster:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"cluster file {path}: not UTF-8 text: {error}") from None
+        raise InputError(f"cluster file {path}: {unreadable(error)}") from None
     try:
         return parse_cluster_toml(text, path.stem)
     except InputError as error:

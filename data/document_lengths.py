@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 from shardwise.data.workload import MAX_LENGTHS, MAX_SEQUENCE
 
 COLUMNS = ("length", "count")
@@ -34,7 +34,7 @@ def read_lengths(path: Path | str) -> Lengths:
                 raise InputError([f"{path}: column {name} is missing" for name in missing])
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: not a readable CSV: {error}") from None
+        raise InputError(f"{path}: not a readable CSV: {unreadable(error)}") from None
     if not 0 < len(rows) <= MAX_LENGTHS:
         raise InputError(f"{path}: {len(rows)} lengths, between 1 and {MAX_LENGTHS} are read")
     faults: list[str] = []

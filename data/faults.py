@@ -20,3 +20,10 @@ class InputError(Exception):
     def __init__(self, faults: str | Sequence[str]) -> None:
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
         super().__init__("\n".join(self.faults))
+
+
+def unreadable(error: Exception) -> str:
+    """Why a file cannot be read, without its name, which is told beside it."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

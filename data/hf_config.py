@@ -7,7 +7,7 @@ import os.path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.config_fields import Fields, shown
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 from shardwise.data.model import Model, Tensor
 from shardwise.data.model_families import DEFAULTS, FAMILIES
 from shardwise.data.model_parts import linear, norm
@@ -36,7 +36,7 @@ def read_hf_config(path: Path) -> Model:
             raise InputError(f"model {file}: the file is larger than {MAX_FILE_BYTES} bytes")
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"model {file}: cannot be read: {error}") from None
+        raise InputError(f"model {file}: cannot be read: {unreadable(error)}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"model {file}: not JSON: {error}") from None
     name = file.parent.name if file.name == "config.json" else file.stem
@@ -56,8 +56,9 @@ def model_from_config(raw: Any, name: str, *, source: str = "") -> Model:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
+        said = "model_type is missing" if kind is None else f"model_type={shown(kind)} is unknown"
         raise InputError(
-            f"model {name}: model_type={shown(kind)} is unknown. Known are {', '.join(sorted(FAMILIES))}. A family "
+            f"model {name}: {said}. Known are {', '.join(sorted(FAMILIES))}. A family "
             f"like Llama needs {NEEDED}; set model_type to the family it is built like"
         )
     fields = Fields(config, f"model {name}: ")

@@ -141,6 +141,8 @@ def load_model(name: str) -> Model:
         return _model_of(row["name"])
     if plain in _configs():
         return _shipped(_configs()[plain])
+    if os.path.isdir(path):
+        raise InputError(f"model {name!r}: the folder holds no config.json")
     names = {entry.slug: None for entry in catalog_models()}
     names |= {slug_of(stem.split("--")[-1]): None for stem in _configs().values()}
     name = name[:LONGEST_NAME]

@@ -75,7 +75,7 @@ class Degrees:
 
     def __post_init__(self) -> None:
         if self.etp == 0 and not isinstance(self.etp, bool):
-            object.__setattr__(self, "etp", self.tp)
+            object.__setattr__(self, "etp", self.tp if _is_count(self.tp, 1) else 1)  # a wrong tp is told once
         faults = [
             f"degrees.{name}={getattr(self, name)!r} must be a whole number between 1 and {MAX_DEGREE}"
             for name in COUNTS

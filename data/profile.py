@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 
 MAX_FILE_BYTES = 1_000_000
 MAX_CONSTANT = 1e18
@@ -119,12 +119,15 @@ def profile_document(name: str) -> dict[str, Any]:
     elif Path(name).is_file():
         if Path(name).stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"profile {name}: the file is larger than {MAX_FILE_BYTES} bytes")
-        text = Path(name).read_text(encoding="utf-8", errors="replace")
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"profile {name}: cannot be read: {unreadable(error)}") from None
     else:
         raise InputError(f"profile {name!r} is neither a file nor one of {', '.join(list_profiles())}")
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"profile {name}: not TOML: {error}") from None
     constants = document.get("constants")
     if name == BASE or not isinstance(constants, dict):

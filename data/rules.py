@@ -32,6 +32,8 @@ class Rules:
         Searched, and accepted beside them.
     profile
         The constants used where no other profile is asked for.
+    max_vpp, max_micro_batch
+        The most that is searched; the framework accepts more.
     even_chunks
         With vpp > 1 the chunks between the first and the last are as even as can be.
     without
@@ -323,23 +325,21 @@ def pipeline_faults(rules: Rules, layers: int, pp: int, vpp: int) -> list[str]:
         )
     if vpp > 1 and pp == 1:
         faults.append(f"vpp={vpp} needs pp > 1")
-    if vpp > rules.max_vpp:
-        faults.append(f"vpp={vpp} is above the maximum of the universe, {rules.max_vpp}")
     return faults
 
 
-def batch_faults(rules: Rules, global_batch: int, micro_batch: int, dp: int) -> list[str]:
+def batch_faults(global_batch: int, micro_batch: int, dp: int) -> list[str]:
     """global_batch % (micro_batch * dp) == 0 (num_microbatches_calculator.py L381)."""
-    faults = []
     if global_batch % (micro_batch * dp):
-        faults.append(f"micro_batch={micro_batch} x dp={dp} does not divide global_batch={global_batch}")
-    if micro_batch > rules.max_micro_batch:
-        faults.append(f"micro_batch={micro_batch} is above the maximum of the universe, {rules.max_micro_batch}")
-    return faults
+        return [f"micro_batch={micro_batch} x dp={dp} does not divide global_batch={global_batch}"]
+    return []
 
 
 def interleave_faults(rules: Rules, pp: int, vpp: int, micro_batches: int) -> list[str]:
-    """Interleaving runs groups of pp micro-batches, so M % pp == 0 (schedules.py L1157-1180, the default group)."""
+    """Interleaving runs groups of pp micro-batches, so M % pp == 0 (schedules.py L1157-1180, the default group); in groups
+    of another size at least pp of them."""
+    if vpp > 1 and not rules.interleave_group_is_pp and micro_batches < pp:
+        return [f"vpp={vpp} needs micro_batches={micro_batches} to be at least pp={pp}"]
     if vpp > 1 and rules.interleave_group_is_pp and micro_batches % pp:
         return [
             f"vpp={vpp} needs micro_batches={micro_batches} to be a multiple of pp={pp}; they are "
@@ -575,7 +575,7 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     faults += tensor_faults(rules, model, d.tp, d.sequence_parallel, seq_len)
     faults += expert_faults(rules, model, d.tp, d.sequence_parallel)
     faults += pipeline_faults(rules, len(model.layers), d.pp, d.vpp)
-    faults += batch_faults(rules, global_batch, d.micro_batch, d.dp)
+    faults += batch_faults(global_batch, d.micro_batch, d.dp)
     if plan.micro_batches * d.micro_batch * d.dp != global_batch:
         faults.append(
             f"micro_batches={plan.micro_batches} x micro_batch={d.micro_batch} x dp={d.dp} is not "

@@ -39,6 +39,16 @@ PROFILE_OF = (
 )
 """Profile by a part of what `framework` says, first match."""
 
+RULES_OF = (
+    ("torchtitan", "torchtitan"),
+    ("megatron", "megatron-core"),
+    ("nemo", "megatron-core"),
+    ("mindspeed", "mindspeed"),
+    ("deepspeed", "deepspeed"),
+    ("accelerate", "accelerate"),
+)
+"""Rule pack by a part of what `framework` says, first match."""
+
 BEFORE_FLASH = ("megatron-2021", "megatron-2023", "aleph-scaling")
 """Generations whose default is the fused softmax."""
 DISTRIBUTED = ("megatron-core", "megatron-bridge", "megatron-bridge-26.06", "mlperf-nemo", "megatron-lm-2026")
@@ -51,6 +61,11 @@ def profile_of(framework: str, sharding: str = "") -> str:
     text = framework.lower()
     fallback = "fsdp1" if "fsdp" in sharding.lower() else FALLBACK_PROFILE
     return next((profile for part, profile in PROFILE_OF if part in text), fallback)
+
+
+def rules_of(framework: str) -> str:
+    """The rule pack of the framework that a text names; mathematical legality where it names none."""
+    return next((rules for part, rules in RULES_OF if part in framework.lower()), "free")
 
 
 def zero_of(text: str, dp: int) -> tuple[int, int]:

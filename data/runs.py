@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 from shardwise.data.model import MAX_LAYERS, Latent, Model
 from shardwise.data.model_catalog import load_model
 from shardwise.data.model_parts import attention, latent_attention, layer, linear, mlp, moe, norm
@@ -72,6 +72,11 @@ class Run:
     recompute: str = "none"
     recompute_share: float = 1.0
     assumed: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """n_gpus."""
+        return _count(self.row, "n_gpus")
 
     @property
     def measured_step_time_s(self) -> float | None:
@@ -141,7 +146,7 @@ def read_runs(path: Path | str) -> list[Run]:
                 raise InputError([f"{path}: column {name} is missing" for name in missing])
             rows = [{key: (value or "")[:MAX_CELL] for key, value in row.items() if key} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: not a readable CSV: {error}") from None
+        raise InputError(f"{path}: not a readable CSV: {unreadable(error)}") from None
     if len(rows) > MAX_ROWS:
         raise InputError(f"{path}: {len(rows)} rows, at most {MAX_ROWS} are read")
     return [run_of(row) for row in rows]

@@ -144,6 +144,11 @@ class Objective:
         }[self.name]
 
     @property
+    def value_unit(self) -> str:
+        """The unit of `value`: seconds for "devices" too, where plans of one number of devices are ranked by their step."""
+        return "s" if self.name == "devices" else self.unit
+
+    @property
     def sense(self) -> str:
         return "maximise" if self.name == "throughput-per-device" else "minimise"
 

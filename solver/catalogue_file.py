@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shardwise.data.cluster_catalog import load_cluster, load_family
 from shardwise.data.cluster_form import describe
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 from shardwise.data.limits import parse_limits
 from shardwise.data.model_catalog import load_model, slug_of
 from shardwise.data.profile import load_profile
@@ -159,7 +159,7 @@ def read_catalogue(path: Path) -> Catalogue:
             content = file.read(MAX_FILE_BYTES + 1)
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"catalogue {path}: cannot be read: {error}") from None
+        raise InputError(f"catalogue {path}: cannot be read: {unreadable(error)}") from None
     if len(content) > MAX_FILE_BYTES:
         raise InputError(f"catalogue {path}: the file is larger than {MAX_FILE_BYTES} bytes")
     try:

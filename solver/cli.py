@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,41 +24,18 @@ from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_fit import fit_command
 from shardwise.solver.cli_report import compare_command, report_command
 from shardwise.solver.cli_runs import calibrate_command, validate_command
-from shardwise.solver.cli_training_run import (
-    CheckpointOption,
-    NodeMtbfOption,
-    PriceOption,
-    RestartOption,
-    StragglerOption,
-    TokensOption,
-    run_document,
-    run_of,
-    with_terms,
-)
+from shardwise.solver.cli_training_run import run_document, run_of, run_options, with_terms
 from shardwise.solver.cli_workload import (
     RULES,
-    AttentionOption,
-    CapacityOption,
     FixOption,
-    ImbalanceOption,
-    LengthsOption,
     LimitOption,
-    LoraModulesOption,
-    LoraRankOption,
-    MeanDocumentOption,
     ModelArgument,
-    MtpOption,
-    OptimizerOption,
-    PadOption,
-    PrecisionOption,
     ProfileOption,
-    QloraOption,
     RulesOption,
-    packing_fields,
-    routing_fields,
     training,
-    tuning_fields,
+    workload_options,
 )
+from shardwise.solver.option_groups import takes
 from shardwise.solver.saved import read_plan, saved_instance
 from shardwise.solver.terminal import (
     BAD_INPUT,
@@ -80,6 +58,7 @@ if TYPE_CHECKING:
     from shardwise.data.plan import Plan
 
 LAUNCHERS = ("megatron-core",)
+PLAN_FILE = "A plan.json, the file of plan --json, or STORE/CELL of a batch."
 SIZES = {"seq_len": "--seq-len", "global_batch": "--global-batch"}
 
 
@@ -157,23 +136,14 @@ def root(
 
 
 @plan_app.command("training")
+@takes(details=workload_options, of_run=run_options)
 def plan_training(
+    *,
     model: ModelArgument,
     cluster: ClusterArgument,
     seq_len: SeqLenOption,
     global_batch: BatchOption,
-    precision: PrecisionOption = "bf16",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "flash",
-    lora_rank: LoraRankOption = None,
-    lora_modules: LoraModulesOption = None,
-    qlora: QloraOption = None,
-    mean_document_length: MeanDocumentOption = None,
-    lengths: LengthsOption = None,
-    expert_imbalance: ImbalanceOption = None,
-    mtp_layers: MtpOption = None,
-    expert_capacity: CapacityOption = None,
-    pad_experts: PadOption = None,
+    details: dict[str, Any],
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -201,12 +171,7 @@ def plan_training(
         bool, typer.Option("--free-chunks", help="With vpp > 1 any contiguous split, not only even ones.")
     ] = False,
     top: Annotated[int, typer.Option("--top", help="Other plans to tell of, each of another layout; 0 for none.")] = 5,
-    tokens: TokensOption = None,
-    price: PriceOption = None,
-    node_mtbf_hours: NodeMtbfOption = None,
-    checkpoint_s: CheckpointOption = None,
-    restart_s: RestartOption = None,
-    straggler_margin: StragglerOption = None,
+    of_run: dict[str, Any],
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
@@ -216,19 +181,15 @@ def plan_training(
     Exit code 0 with a plan, 1 when it is proven that there is none, 2 for bad input, 3 when the time was too short.
     """
     check_outputs(output=output, json=json_path)
-    kinds = {"precision": precision, "optimizer": optimizer, "attention": attention}
-    workload = training(
-        {"seq_len": seq_len, "global_batch": global_batch, **kinds}
-        | tuning_fields(lora_rank, lora_modules, qlora)
-        | packing_fields(mean_document_length, lengths)
-        | routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
-    )
+    workload = training({"seq_len": seq_len, "global_batch": global_batch, **details})
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
         from shardwise.solver.solve import solve
 
-        of_run = None if tokens is None and "cost" in (objective, pareto) else price
-        with with_terms(tokens, of_run, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
+        price = of_run["price"]
+        if of_run["tokens"] is None and "cost" in (objective, pareto):  # the price is of the objective alone
+            of_run = of_run | {"price": None}
+        with with_terms(of_run) as terms:
             kept = [] if keep_free is None else [f"free_nodes>={keep_free}"]
             instance = read_instance(model, cluster, workload, rules, profile, [*(fix or []), *(limit or []), *kept])
         front = None
@@ -295,28 +256,15 @@ def progress(quiet: bool) -> Any:
 
 
 @app.command("evaluate")
+@takes(details=workload_options, of_run=run_options)
 def evaluate_command(
+    *,
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
     cluster: Annotated[str | None, typer.Argument(metavar="CLUSTER")] = None,
-    plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan.json.")] = None,
+    plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help=PLAN_FILE)] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="bf16 (default), fp16, fp8, mxfp8 or nvfp4.")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option("--optimizer", help="adamw (default) or sgd.")] = None,
-    attention: Annotated[
-        str | None, typer.Option("--attention", help="flash (default), flash2, flash1, unfused or eager.")
-    ] = None,
-    lora_rank: LoraRankOption = None,
-    lora_modules: LoraModulesOption = None,
-    qlora: QloraOption = None,
-    mean_document_length: MeanDocumentOption = None,
-    lengths: LengthsOption = None,
-    expert_imbalance: ImbalanceOption = None,
-    mtp_layers: MtpOption = None,
-    expert_capacity: CapacityOption = None,
-    pad_experts: PadOption = None,
+    details: dict[str, Any],
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -356,12 +304,8 @@ def evaluate_command(
     rank_order: Annotated[str | None, typer.Option("--rank-order", help="tp-dp-pp (default) or tp-pp-dp.")] = None,
     fix: FixOption = None,
     limit: LimitOption = None,
-    tokens: TokensOption = None,
-    price: PriceOption = None,
-    node_mtbf_hours: NodeMtbfOption = None,
-    checkpoint_s: CheckpointOption = None,
-    restart_s: RestartOption = None,
-    straggler_margin: StragglerOption = None,
+    of_run: dict[str, Any],
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -371,7 +315,7 @@ def evaluate_command(
     0 for a legal plan that fits, 1 for one that is illegal, does not fit or breaks a limit, 2 for bad input.
     """
     del quiet  # nothing here takes long enough to report
-    check_outputs(json=json_path)
+    check_outputs(output=output, json=json_path)
     plan = None if plan_path is None else read_plan(plan_path)
     degrees = given(
         tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
@@ -387,14 +331,10 @@ def evaluate_command(
     if plan is not None and (degrees or shape):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in {**degrees, **shape})
         raise InputError(f"--plan says all of the plan: leave out {options}")
-    workload = given(
-        seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
-    )
-    workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
-    workload |= routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
+    workload = given(seq_len=seq_len, global_batch=global_batch) | details
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
-    with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:
+    with with_terms(of_run) as terms:
         instance = evaluated_instance(model, cluster, plan, workload, packs, limits)
 
     from shardwise.solver.default_plan import degrees_from, plan_from_degrees
@@ -407,7 +347,11 @@ def evaluate_command(
     result = evaluate(instance, plan)
     run = None if terms is None else run_of(result, terms)
     write_json(result.to_dict() | {"plan": plan.to_dict()} | run_document(terms, run), json_path)
-    show_verdict(show(json_path), instance, plan, result, run)
+    if output is not None:
+        from shardwise.data.instance_document import instance_document
+
+        write(replace(plan, instance=instance_document(instance), evaluation=result.to_dict()).to_json(), output)
+    show_verdict(show(json_path, output), instance, plan, result, run)
     raise typer.Exit(DONE if result.admitted else NO)
 
 
@@ -460,7 +404,7 @@ def numbers(text: str | None) -> list[int] | None:
 
 @app.command("simulate")
 def simulate_command(
-    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help=PLAN_FILE)],
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the timeline as a Chrome trace.")
     ] = None,
@@ -492,7 +436,7 @@ def simulate_command(
 
 @app.command("export")
 def export_command(
-    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help=PLAN_FILE)],
     to: Annotated[str, typer.Option("--to", help="megatron-core.")],
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE")] = None,
     json_path: JsonOption = None,

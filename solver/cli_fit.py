@@ -10,16 +10,15 @@ from rich.table import Table
 
 from shardwise.data.faults import InputError
 from shardwise.solver.cli_workload import (
-    AttentionOption,
     FixOption,
     LimitOption,
     ModelArgument,
-    OptimizerOption,
-    PrecisionOption,
     ProfileOption,
     RulesOption,
     training,
+    workload_options,
 )
+from shardwise.solver.option_groups import takes
 from shardwise.solver.progress import watching
 from shardwise.solver.render import GB, NOTHING, degrees_in_words
 from shardwise.solver.terminal import (
@@ -49,7 +48,9 @@ COLUMNS = 4
 """Targets beside each other."""
 
 
+@takes(details=workload_options)
 def fit_command(
+    *,
     model: ModelArgument,
     on: Annotated[
         list[str] | None,
@@ -65,9 +66,7 @@ def fit_command(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences per step; 3360, which divides well, without it.")
     ] = None,
-    precision: PrecisionOption = "bf16",
-    optimizer: OptimizerOption = "adamw",
-    attention: AttentionOption = "flash",
+    details: dict[str, Any],
     rules: RulesOption = "megatron-core",
     profile: ProfileOption = None,
     fix: FixOption = None,
@@ -89,10 +88,15 @@ def fit_command(
         {
             "seq_len": usual_seq_len(model) if seq_len is None else seq_len,
             "global_batch": GLOBAL_BATCH if global_batch is None else global_batch,
-            "precision": precision, "optimizer": optimizer, "attention": attention,
+            **details,
         },
-        model, on, rules, profile, limits, time_limit,
-    )  # fmt: skip
+        model,
+        on,
+        rules,
+        profile,
+        limits,
+        time_limit,
+    )
     with watching(err, quiet=quiet) as watch:
         found = fit(
             model, on, workload, rules=rules, profile=profile, limits=limits, time_limit_s=time_limit,
@@ -216,13 +220,13 @@ def _more(one: Fit) -> list[str]:
     if one.roomy is not None:
         band = f"tight: the fastest plan is within the band of {100 * one.instance.profile.memory_band:g} %"
         most = int(10 * one.arithmetic.usable_bytes / GB / (1 + one.instance.profile.memory_band)) / 10
-        there = counted(one.roomy.devices or 0, "device")
+        there = f"{counted(one.roomy.devices or 0, 'device')} hold{'s' if one.roomy.devices == 1 else ''}"
         if one.roomy.devices is None:
             lines.append(f"{band}; no number of devices asked about leaves it free")
         elif one.roomy.devices == one.devices:
-            lines.append(f'{band}; {there} hold one that leaves it free: --limit "memory_gb<={most:.1f}"')
+            lines.append(f'{band}; {there} one that leaves it free: --limit "memory_gb<={most:.1f}"')
         else:
-            lines.append(f"{band}; {there} hold one that leaves it free")
+            lines.append(f"{band}; {there} one that leaves it free")
     for change in one.changes:
         needed = "fits on none asked about" if change.devices is None else counted(change.devices, "device")
         lines.append(f"{change.what}: {needed}")
@@ -234,7 +238,7 @@ def _summary(found: Sequence[Fit]) -> Table:
     for name in ("on", "answer"):
         table.add_column(name, overflow="fold")
     for name in ("devices", "states alone", "step s", "tokens/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for one in found:
         own, least = one.evaluation, one.arithmetic.least_devices
         fewest = f"> {one.excluded:,}" if one.devices is None else f"{one.devices:,}"

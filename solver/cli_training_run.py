@@ -15,35 +15,27 @@ if TYPE_CHECKING:
     from shardwise.solver.evaluate import Evaluation
     from shardwise.solver.training_run import Terms, TrainingRun
 
-TokensOption = Annotated[
-    str | None, typer.Option("--tokens", help="Tokens of the whole run, such as 15T, 300B or 15e12: time to train.")
-]
-PriceOption = Annotated[
-    float | None, typer.Option("--price", help="US dollars per device-hour, default that of the accelerator.")
-]
-NodeMtbfOption = Annotated[
-    float | None, typer.Option("--node-mtbf-hours", help="Mean time between failures of a node, default no failures.")
-]
-CheckpointOption = Annotated[float | None, typer.Option("--checkpoint-s", help="Seconds to write a checkpoint.")]
-RestartOption = Annotated[float | None, typer.Option("--restart-s", help="Seconds to restart after a failure.")]
-StragglerOption = Annotated[
-    float | None, typer.Option("--straggler-margin", help="Share by which stragglers slow a step, default 0.")
-]
 
-
-@contextmanager
-def with_terms(
-    tokens: str | None,
-    price: float | None,
-    node_mtbf_hours: float | None,
-    checkpoint_s: float | None,
-    restart_s: float | None,
-    straggler_margin: float | None,
-) -> Iterator[Terms | None]:
-    """The terms of the run, None without any; their faults are told together with those met inside."""
-    from shardwise.solver.training_run import read_terms
-
-    given = {
+def run_options(
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", help="Tokens of the whole run, such as 15T, 300B or 15e12: time to train."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", help="US dollars per device-hour, default that of the accelerator.")
+    ] = None,
+    node_mtbf_hours: Annotated[
+        float | None,
+        typer.Option("--node-mtbf-hours", help="Mean time between failures of a node, default no failures."),
+    ] = None,
+    checkpoint_s: Annotated[float | None, typer.Option("--checkpoint-s", help="Seconds to write a checkpoint.")] = None,
+    restart_s: Annotated[float | None, typer.Option("--restart-s", help="Seconds to restart after a failure.")] = None,
+    straggler_margin: Annotated[
+        float | None, typer.Option("--straggler-margin", help="Share by which stragglers slow a step, default 0.")
+    ] = None,
+) -> dict[str, Any]:
+    """What the options say of the run, None where one was left out."""
+    return {
         "tokens": tokens,
         "price": price,
         "node_mtbf_hours": node_mtbf_hours,
@@ -51,10 +43,17 @@ def with_terms(
         "restart_s": restart_s,
         "straggler_margin": straggler_margin,
     }
+
+
+@contextmanager
+def with_terms(said: dict[str, Any]) -> Iterator[Terms | None]:
+    """The terms of the run, None without any; their faults are told together with those met inside."""
+    from shardwise.solver.training_run import read_terms
+
     terms: Terms | None = None
     faults: tuple[str, ...] = ()
     try:
-        terms = read_terms(given, option)
+        terms = read_terms(said, option)
     except InputError as error:
         faults = error.faults
     try:

@@ -12,9 +12,6 @@ from shardwise.data.rules import PACKS
 RULES = ", ".join(PACKS)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Catalogue name, or path of a config.json.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8, mxfp8 or nvfp4.")]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="adamw or sgd.")]
-AttentionOption = Annotated[str, typer.Option("--attention", help="flash, flash2, flash1, unfused or eager.")]
 RulesOption = Annotated[str, typer.Option("--rules", help=f"Rule pack: {RULES}.")]
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="Software constants: a name, or a TOML file; the pack's by default.")
@@ -24,74 +21,81 @@ LimitOption = Annotated[
     typer.Option("--limit", help='Such as "pp<=8", "memory_gb<=70" or "memory_fraction<=0.9". Repeat it.'),
 ]
 FixOption = Annotated[list[str] | None, typer.Option("--fix", help="Such as tp=8. Repeat it.")]
-LoraRankOption = Annotated[
-    int | None, typer.Option("--lora-rank", help="Freeze the model and train adapters of this rank (LoRA).")
-]
-LoraModulesOption = Annotated[
-    str | None, typer.Option("--lora-modules", help="What has adapters: all (default) or attention.")
-]
-QloraOption = Annotated[
-    bool | None,
-    typer.Option("--qlora/--no-qlora", help="Hold the frozen matrices in four bits (NF4); needs --lora-rank."),
-]
-MeanDocumentOption = Annotated[
-    float | None,
-    typer.Option(
-        "--mean-document-length", help="Sequences are packed of documents of this length that do not attend to others."
-    ),
-]
-MtpOption = Annotated[
-    int | None, typer.Option("--mtp-layers", help="Multi-token-prediction modules that are trained; none by default.")
-]
-ImbalanceOption = Annotated[
-    float | None,
-    typer.Option("--expert-imbalance", help="Tokens of the busiest expert-parallel rank over the mean, default 1."),
-]
-CapacityOption = Annotated[
-    float | None,
-    typer.Option(
-        "--expert-capacity", help="Most tokens of an expert over its mean; others are dropped. None by default."
-    ),
-]
-PadOption = Annotated[
-    bool | None,
-    typer.Option("--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."),
-]
-LengthsOption = Annotated[
-    str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
-]
 
 
-def tuning_fields(lora_rank: int | None, lora_modules: str | None, qlora: bool | None) -> dict[str, Any]:
-    """What the options say of adapters, as fields of the workload."""
-    held = None if qlora is None else ("nf4" if qlora else "16bit")
-    fields = {"lora_rank": lora_rank, "lora_modules": lora_modules, "base_precision": held}
-    return {name: value for name, value in fields.items() if value is not None}
+def workload_options(
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16 (default), fp16, fp8, mxfp8 or nvfp4.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="adamw (default) or sgd.")] = None,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="flash (default), flash2, flash1, unfused or eager.")
+    ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option("--lora-rank", help="Freeze the model and train adapters of this rank (LoRA).")
+    ] = None,
+    lora_modules: Annotated[
+        str | None, typer.Option("--lora-modules", help="What has adapters: all (default) or attention.")
+    ] = None,
+    qlora: Annotated[
+        bool | None,
+        typer.Option("--qlora/--no-qlora", help="Hold the frozen matrices in four bits (NF4); needs --lora-rank."),
+    ] = None,
+    mean_document_length: Annotated[
+        float | None,
+        typer.Option(
+            "--mean-document-length",
+            help="Sequences are packed of documents of this length that do not attend to others.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
+    ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option("--expert-imbalance", help="Tokens of the busiest expert-parallel rank over the mean, default 1."),
+    ] = None,
+    mtp_layers: Annotated[
+        int | None,
+        typer.Option("--mtp-layers", help="Multi-token-prediction modules that are trained; none by default."),
+    ] = None,
+    expert_capacity: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-capacity", help="Most tokens of an expert over its mean; others are dropped. None by default."
+        ),
+    ] = None,
+    pad_experts: Annotated[
+        bool | None,
+        typer.Option(
+            "--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """What the options say of the workload beyond its sizes, as fields of it; what was left out is left out here."""
+    said = {
+        "precision": precision, "optimizer": optimizer, "attention": attention,
+        "lora_rank": lora_rank, "lora_modules": lora_modules,
+        "base_precision": None if qlora is None else ("nf4" if qlora else "16bit"),
+        "lengths": document_lengths(mean_document_length, lengths),
+        "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers,
+        "expert_capacity": expert_capacity, "pad_experts": pad_experts,
+    }  # fmt: skip
+    return {name: value for name, value in said.items() if value is not None}
 
 
-def packing_fields(mean_document_length: float | None, lengths: str | None) -> dict[str, Any]:
-    """What the options say of packing, as a field of the workload, or the faults in its place."""
+def document_lengths(mean: float | None, file: str | None) -> Any:
+    """What the options say of packing, or the faults in its place."""
     from shardwise.data.document_lengths import read_lengths
 
-    if mean_document_length is not None and lengths is not None:
-        return {"lengths": InputError("--mean-document-length and --lengths say the same: leave out one")}
-    if mean_document_length is not None:
-        return {"lengths": ((mean_document_length, 1),)}
+    if mean is not None and file is not None:
+        return InputError("--mean-document-length and --lengths say the same: leave out one")
+    if mean is not None:
+        return ((mean, 1),)
     try:
-        return {} if lengths is None else {"lengths": read_lengths(lengths)}
+        return None if file is None else read_lengths(file)
     except InputError as error:
-        return {"lengths": error}
-
-
-def routing_fields(
-    expert_imbalance: float | None, mtp_layers: int | None, expert_capacity: float | None, pad_experts: bool | None
-) -> dict[str, Any]:
-    """What the options say of experts and of multi-token prediction, as fields of the workload."""
-    given = {
-        "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers, "expert_capacity": expert_capacity,
-        "pad_experts": pad_experts,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
+        return error
 
 
 def training(fields: dict[str, Any]) -> Any:

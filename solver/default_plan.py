@@ -110,7 +110,9 @@ def plan_from_degrees(
         faults.append(
             f"stages: {len(chunks)} numbers given, pp={degrees.pp} x vpp={degrees.vpp} asks for one per chunk"
         )
-    if sum(chunks) != layers or min(chunks, default=0) < 0:
+    if min(chunks, default=0) < 0:
+        faults.append(f"stages={','.join(map(str, chunks))} must not be negative")
+    if sum(chunks) != layers:
         faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {layers} layers")
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
@@ -143,13 +145,15 @@ def _stages_of(
 
 
 def even_split(layers: int, chunks: int) -> list[int]:
-    """As even as possible, larger chunks first."""
+    """As even as possible, larger chunks first; where two of them are empty, the first and the last."""
     return list(_even(layers, chunks))
 
 
 @lru_cache(maxsize=16384)
 def _even(layers: int, chunks: int) -> tuple[int, ...]:
     base, larger = divmod(layers, chunks)
+    if larger and larger == chunks - 2 and base == 0:  # only the two ends may be empty
+        return (0, *[1] * larger, 0)
     return tuple(base + (i < larger) for i in range(chunks))
 
 

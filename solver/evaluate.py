@@ -226,7 +226,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         tokens_per_s_per_device=tokens_per_s / devices,
         model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
         devices=devices,
-        idle_devices=instance.cluster.device_count - devices,
+        idle_devices=max(0, instance.cluster.device_count - devices),
         nodes=prod(plan.placement.blocks[1:]),
         tokens_per_step=instance.workload.tokens_per_step,
         price_usd_per_hour=instance.accelerator.price_usd_per_hour,
@@ -373,8 +373,12 @@ def broken_rules(instance: Instance, plan: Plan) -> list[str]:
     for level, used in enumerate(blocks):
         room = instance.cluster.capacity(blocks[:level])
         if used > room:
-            members = f"placement needs {used} members of level {level} with blocks {blocks[:level]}"
-            return [*faults, f"{members}, cluster {instance.cluster.name} has {room}"]
+            level_name, each = instance.cluster.levels[level], prod(blocks[:level])
+            what = "devices" if each == 1 else f"groups of {each} devices"
+            return [
+                *faults,
+                f"placement needs {used} {what} in one {level_name}, cluster {instance.cluster.name} has {room}",
+            ]
     return faults
 
 

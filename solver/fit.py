@@ -33,7 +33,7 @@ from shardwise.formulations.objective import Objective
 from shardwise.formulations.room import Room, candidate_of
 from shardwise.solver.evaluate import cost_tables
 from shardwise.solver.search import UNLIMITED, Ordered, Search, TimeUpError
-from shardwise.solver.solve import build_instance, solve
+from shardwise.solver.solve import build_instance, limit_reasons, no_degrees, solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -350,8 +350,7 @@ def _why_not(counts: DeviceCounts, sums: Arithmetic, most: int) -> str:
             f"usable, more than the {most:,} asked about"
         )
     if counts.leanest is None:
-        limits = ", ".join(counts.tables.instance.limits.text) or "no limits"
-        return f"no degrees satisfy the rules and the limits together: {limits}"
+        return "; ".join(limit_reasons(counts.tables.instance) or [no_degrees(counts.tables.instance)])
     need, d = counts.leanest
     shape = f"tp={d.tp} pp={d.pp} dp={d.dp} micro_batch={d.micro_batch} zero={d.zero}"
     if need > sums.usable_bytes:

@@ -65,7 +65,10 @@ def show_alternatives(console: Console, result: Result) -> None:
         return
     table = Table(title="plans met", title_justify="left")
     table.add_column("", justify="right")
-    for name in (f"{result.unit}", "against", "best in", "regret"):
+    least, unit = result.value, result.unit
+    if result.objective == "devices" and result.evaluation is not None:  # all have as many, and differ in their step
+        least, unit = result.evaluation.step_time_s, "s"
+    for name in (unit, "against", "best in", "regret"):
         table.add_column(name, justify="right")
     table.add_column("differs from the best plan in", overflow="fold")
 
@@ -79,9 +82,9 @@ def show_alternatives(console: Console, result: Result) -> None:
             words,
         )  # fmt: skip
 
-    add(0, result.value, "", "")
+    add(0, least, "", "")
     for index, other in enumerate(result.alternatives, start=1):
-        against = "a tie" if other.tie else f"{100 * (other.value / result.value - 1):+.2f} %"
+        against = "a tie" if other.tie else f"{100 * (other.value / least - 1):+.2f} %"
         add(index, other.value, against, " ".join(f"{k}={v}" for k, v in other.differs(result.plan).items()))
     console.print(table)
     _line(

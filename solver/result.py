@@ -15,8 +15,8 @@ Status = Literal["OPTIMAL", "FEASIBLE", "INFEASIBLE", "UNKNOWN"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One report of a running solve. Value of the best plan and bound are in `unit`, that of the objective; `gap` is
-    relative; `open` counts candidates neither pruned nor closed."""
+    """One report of a running solve. Value of the best plan and bound are in `unit`, that of the objective, or seconds of a
+    step where it is the number of devices; `gap` is relative; `open` counts candidates neither pruned nor closed."""
 
     phase: str
     incumbent: float | None
@@ -43,6 +43,8 @@ class Progress:
 class Alternative:
     """A plan that was met on the way, worse than the best one or equal to it, and not proven to be the next best.
 
+    value
+        In the unit of the objective; where that is the number of devices, as many as the best plan has, seconds of a step.
     best_share, expected_regret
         (Q3), (Q4) of `solver.robust`; None where they are not known.
     """

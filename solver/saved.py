@@ -11,7 +11,7 @@ from math import isfinite
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from shardwise.data.faults import InputError
+from shardwise.data.faults import InputError, unreadable
 from shardwise.data.plan import Plan
 from shardwise.solver.result import Alternative, Status, relative_gap
 from shardwise.solver.store import of_store, stored_result
@@ -27,13 +27,11 @@ MAX_PLAN_BYTES = 64_000_000
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a file, or of a cell of a store."""
-    if of_store(path):
-        plan = _stored(path).plan
-        if plan is None:
-            raise InputError(f"{path}: the cell has no plan")
-        return plan
-    return Plan.from_json(_text(path, "plan"))
+    """The plan of what `read_saved` reads; raises `InputError` as that does, and where there is no plan."""
+    plan = read_saved(path).plan
+    if plan is None:
+        raise InputError(f"{path}: there is no plan in it")
+    return plan
 
 
 def saved_instance(document: Any) -> Instance:
@@ -126,7 +124,7 @@ def read_saved(path: Path) -> Saved:
     if of_store(path):
         return _stored(path)
     try:
-        document = json.loads(_text(path, "plan"))
+        document = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     try:
@@ -223,10 +221,10 @@ def _number(document: dict[str, Any], name: str, prefix: str, faults: list[str])
     return float(value)
 
 
-def _text(path: Path, what: str) -> str:
+def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_PLAN_BYTES:
-            raise InputError(f"{what} {path}: the file is larger than {MAX_PLAN_BYTES} bytes")
+            raise InputError(f"plan {path}: the file is larger than {MAX_PLAN_BYTES} bytes")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InputError(f"{what} {path}: cannot be read: {error}") from None
+        raise InputError(f"plan {path}: cannot be read: {unreadable(error)}") from None

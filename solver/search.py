@@ -227,7 +227,7 @@ class Search:
         if best_s is not None and bound_s is not None:
             bound_s = min(bound_s, best_s)
         value, bound = (None if s is None else self.objective.value(self.instance, s) for s in (best_s, bound_s))
-        self.on_progress(Progress(phase, value, bound, self.objective.unit, open_count, now - self.started))
+        self.on_progress(Progress(phase, value, bound, self.objective.value_unit, open_count, now - self.started))
 
     def check_time(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -282,6 +282,7 @@ class Search:
                 bounds.append(float(self.value_s(own, step_s).min()) if np.isfinite(step_s[0]) else math.inf)
                 left.append(own)
             self.check_time()
+            self.report("enumerating", None, self.tally.enumerated)
         order = np.argsort(bounds, kind="stable").tolist()
         self.waiting = deque((bounds[i], left[i]) for i in order)
         self.unopened_bound_s = min(bounds, default=None)
@@ -303,6 +304,7 @@ class Search:
                     self.bounded.append(Bounded(fitting, self.value_s(fitting, step_s), step_s))
                     self.in_reach = None
             self.check_time()
+            self.report("bounding", None, len(self.waiting))
 
     def of_devices(self, count: int, bounded: list[Bounded]) -> Search:
         """A search over the bounded rows of exactly so many devices, which shares what this one knows."""
@@ -396,6 +398,7 @@ class Search:
         left = []
         for _, step_s, grid, row in rows:
             self.check_time()
+            self.report("trying", None, len(self.bounded))
             self.choose_unit(step_s)
             for candidate in self.candidates(grid, row):
                 limit = min(self.longest(candidate), math.ceil(factor * step_s / self.unit_s))
@@ -411,6 +414,7 @@ class Search:
         first = PROBES // 2
         for _, _, grid, row in [*rows[:first], *rows[first :: max(len(rows) // first, 1)]]:
             self.check_time()
+            self.report("trying", None, len(rows))
             for candidate in self.candidates(grid, row):
                 self.try_candidate(candidate, self.coefficients(candidate), self.longest(candidate))
 

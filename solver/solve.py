@@ -283,7 +283,8 @@ def _result(search: Search, run: Run, closed: bool, wall_s: float) -> Result:
     }
     if incumbent is None:
         status = "INFEASIBLE" if closed else "UNKNOWN"
-        reason = infeasible_reasons(search) if closed else ("the time limit passed before a plan was found",)
+        ended = "the search was interrupted" if search.deadline is None else "the time limit passed"
+        reason = infeasible_reasons(search) if closed else (f"{ended} before a plan was found",)
         search.report(status, None, 0, force=True)
         nothing = (None, None, None, None)
         return Result(status, goal.name, goal.unit, *nothing, reason, report=report, sense=goal.sense)  # type: ignore[arg-type]
@@ -363,9 +364,8 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
     }
 
 
-def infeasible_reasons(search: Search) -> tuple[str, ...]:
-    """Why the universe holds no plan, the most telling reason first."""
-    instance = search.instance
+def limit_reasons(instance: Instance) -> list[str]:
+    """The limits that alone leave no plan, each with the rule or the size that it is against."""
     limits, devices = instance.limits, instance.cluster.device_count
     reasons: list[str] = []
     fixed = limits.range("tp")
@@ -384,6 +384,11 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
         reasons.append(
             f"free_nodes>={limits.range('free_nodes').low} leaves none of the {nodes} nodes of cluster {instance.cluster.name}"
         )
+    for name, most in (("vpp", instance.rules.max_vpp), ("micro_batch", instance.rules.max_micro_batch)):
+        if limits.range(name).low > most:
+            reasons.append(
+                f"{name}>={limits.range(name).low} is above the maximum of the universe, {most}; evaluate takes it"
+            )
     batch = instance.workload.global_batch
     for name in ("dp", "micro_batch"):
         allowed = limits.range(name)
@@ -400,10 +405,22 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
     layers = len(instance.model.layers)
     if limits.range("pp").low > layers + 2:
         reasons.append(f"pp>={limits.range('pp').low} needs more than layers={layers} + 2 chunks")
+    return reasons
+
+
+def no_degrees(instance: Instance) -> str:
+    """That limits leave no plan together, where none of them does alone."""
+    return "no degrees satisfy the rules and the limits together: " + ", ".join(instance.limits.text or ("no limits",))
+
+
+def infeasible_reasons(search: Search) -> tuple[str, ...]:
+    """Why the universe holds no plan, the most telling reason first."""
+    instance = search.instance
+    limits, reasons = instance.limits, limit_reasons(instance)
     if reasons:
         return tuple(reasons)
     if search.tally.enumerated == 0:
-        return ("no degrees satisfy the rules and the limits together: " + ", ".join(limits.text or ("no limits",)),)
+        return (no_degrees(instance),)
     if search.longest_s < math.inf:
         return (
             f"no plan has a step of at most {search.longest_s:g} s, the deadline, within the memory and the limits",

@@ -69,6 +69,10 @@ def check_outputs(**paths: str | None) -> None:
             faults.append(f"--{option} {path!r} must be a file")
         elif not target.absolute().parent.is_dir():
             faults.append(f"--{option} {path!r}: there is no folder {target.parent}")
+    files = [Path(path) for path in paths.values() if path and path != "-"]
+    written = [file.resolve() for file in files if file.is_file() or not file.exists()]
+    if len(set(written)) < len(written):
+        faults.append(f"--{' and --'.join(paths)} must not name the same file")
     if list(paths.values()).count("-") > 1:
         faults.append(f"only one of --{' and --'.join(paths)} can go to stdout")
     if faults:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.pipeline import SCHEDULES
 from shardwise.data.profile import load_profile, profile_document
-from shardwise.data.rules import FREE, context_faults, expert_group_faults, tensor_faults
+from shardwise.data.rules import load_rules, plan_faults
+from shardwise.data.run_words import rules_of
 from shardwise.data.runs import read_runs, shipped_runs
 from shardwise.formulations.memory_table import MemoryLines, MemoryTable, memory_table
 from shardwise.formulations.table import plan_table, step_times_s
@@ -219,17 +221,18 @@ def memory_of(planned: Sequence[Planned]) -> MemoryTable:
 
 
 def run_faults(p: Planned) -> list[str]:
-    """Why no framework could have run this layout: sizes that do not divide."""
+    """Why the framework that the row names could not have run this layout; forks of it have schedules and groups of
+    micro-batches of their own."""
     assert p.units is not None
     assert p.plan is not None
-    instance, d = p.units.tables.instance, p.plan.degrees
     assert p.run.workload is not None
-    batch = p.run.workload.global_batch
-    faults = tensor_faults(FREE, instance.model, d.tp, d.sequence_parallel, instance.workload.seq_len)
-    if batch % (d.micro_batch * d.dp):
-        faults.append(f"micro_batch={d.micro_batch} x dp={d.dp} does not divide global_batch={batch}")
-    faults += context_faults(FREE, instance.model, d.tp, d.cp, instance.workload.seq_len, d.cp_comm_type)
-    return faults + expert_group_faults(FREE, instance.model, d.tp, d.ep, d.etp)
+    model, workload, d = p.units.tables.instance.model, p.run.workload, p.plan.degrees
+    pack = load_rules(rules_of(p.run.row["framework"]))
+    pack = replace(pack, evaluated_schedules=SCHEDULES, interleave_group_is_pp=False)
+    faults = plan_faults(pack, model, workload.seq_len, workload.global_batch, p.plan)
+    if d.devices != p.run.devices:
+        faults.append(f"tp x cp x pp x dp = {d.devices} is not n_gpus={p.run.devices}")
+    return faults
 
 
 def fitted_count(name: str) -> int:

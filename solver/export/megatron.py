@@ -30,6 +30,16 @@ VOCAB_MULTIPLE = 128
 MAMBA_CONV_KERNEL = 4
 """Fixed in Megatron-Core (core/ssm/mamba_mixer.py, d_conv)."""
 
+PRECISIONS = {
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16",),
+    "fp8": ("--bf16", "--fp8-format hybrid"),
+    "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"),
+    "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"),
+}
+"""arguments.py and TransformerConfig: `fp8`, `fp8_recipe`, `fp4`, `fp4_recipe`."""
+BACKENDS = {"flash": "flash", "flash2": "flash", "unfused": "unfused"}
+"""core/transformer/enums.py, `AttnBackend`, whose `local` is not for layers of Transformer Engine."""
 QKV_BIASES = frozenset({"q_proj.bias", "k_proj.bias", "v_proj.bias"})
 LINEAR_BIASES = frozenset({"o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias"})
 QK_NORMS = frozenset({"q_norm.weight", "k_norm.weight", "q_a_norm.weight", "kv_a_norm.weight"})
@@ -94,10 +104,10 @@ def megatron_faults(instance: Instance, plan: Plan) -> list[str]:
         faults.append(
             f"workload.lora_rank={workload.lora_rank}: the pre-training scripts of Megatron-Core have no flags for adapters"
         )
-    d = plan.degrees
-    if d.tp > 1 and not d.sequence_parallel and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
-        # core/transformer/moe/moe_layer.py, MoELayer.forward
-        faults.append(f"tp={d.tp} with experts needs sequence_parallel=true")
+    if workload.attention not in BACKENDS:
+        faults.append(
+            f"workload.attention={workload.attention}: Megatron-Core has no such kernel; it has {', '.join(BACKENDS)}"
+        )
     return faults
 
 
@@ -247,9 +257,9 @@ def _run_flags(instance: Instance, plan: Plan) -> list[str]:
         f"--global-batch-size {workload.global_batch}",
         f"--seq-length {workload.seq_len}",
         f"--max-position-embeddings {positions}",
-        f"--attention-backend {workload.attention}",
+        f"--attention-backend {BACKENDS[workload.attention]}",
         f"--optimizer {'adam' if workload.optimizer == 'adamw' else workload.optimizer}",
-        *{"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}[workload.precision],
+        *PRECISIONS[workload.precision],
         "--accumulate-allreduce-grads-in-fp32",  # as the memory of the plan counts gradients; the default with bf16
         *("--attention-dropout 0.0", "--hidden-dropout 0.0"),  # the plan counts no dropout masks
     ]

@@ -362,7 +362,7 @@ def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
     c = saved.certificate
     if not saved.alternatives:
         return Section("alternatives", "Alternatives", (Note("The file holds no alternatives."),))
-    known = c is not None and c.value is not None and c.objective != "step-time"
+    known = c is not None and c.value is not None and c.objective not in ("step-time", "devices")
     best, goal = (c.value if known else step_time_s), Objective(c.objective if c else "step-time")  # type: ignore[union-attr]
     own = Alternative(plan, best or 0.0, False, saved.best_share, saved.expected_regret)
     rows = []
@@ -385,7 +385,7 @@ def alternatives(saved: Saved, plan: Plan, step_time_s: float) -> Section:
     columns = (
         "no.",
         "kind",
-        goal.unit,
+        goal.value_unit,
         "against the plan",
         "best in",
         "regret",

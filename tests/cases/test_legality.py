@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from case_inputs import bloom_like, evaluated, gpt_like, llama_like, nodes
@@ -264,3 +265,47 @@ def test_an_even_split_never_differs_by_more_than_one_layer() -> None:
             assert sum(split) == layers
             assert all(a >= b for a, b in pairwise(split))
             assert split[0] - split[-1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "model", "count", "batch", "layout", "words"),
+    [
+        ("megatron-core", "qwen2.5-14b", 4, 64, {"tp": 16, "pp": 2}, "tp=16 does not divide num_attention_heads=40"),
+        ("megatron-core", "llama-3.1-70b", 8, 64, {"tp": 16, "pp": 4}, None),
+        ("megatron-core", "deepseek-v3", 32, 256, {"pp": 8, "ep": 32, "etp": 1}, None),
+        ("megatron-core", "llama-3.1-70b", 8, 64, {"tp": 8, "pp": 2, "vpp": 2}, None),
+        ("megatron-core", "llama-3.1-70b", 8, 64, {"tp": 8, "vpp": 2}, "vpp=2 needs pp > 1"),
+        ("megatron-core", "llama-3.1-70b", 8, 60, {"tp": 8, "pp": 8, "vpp": 2}, "multiple of pp=8"),
+        ("megatron-core", "qwen3-235b-a22b", 16, 96, {"pp": 4, "vpp": 24, "ep": 8, "etp": 1, "dp": 32}, "micro_batches=3"),
+        ("megatron-core", "qwen3-235b-a22b", 16, 128, {"pp": 4, "vpp": 24, "ep": 8, "etp": 1, "dp": 32}, None),
+        ("megatron-core", "llama-3.2-1b", 1, 512, {"micro_batch": 64}, None),
+        ("megatron-core", "mixtral-8x7b", 4, 96, {"ep": 16}, "ep=16 does not divide num_experts=8"),
+        ("megatron-core", "qwen3-30b-a3b", 1, 64, {"tp": 2, "sequence_parallel": False}, "needs sequence_parallel=true"),
+        ("megatron-core", "llama-3.1-8b", 1, 64, {"pp": 2, "zero": 3}, "zero=3 needs pp=1"),
+        ("megatron-core", "llama-3.1-8b", 2, 64, {"tp": 4, "cp": 4, "cp_comm_type": "a2a"}, "as cp_comm_type=a2a requires"),
+        ("megatron-core", "deepseek-v3", 32, 256, {"cp": 2, "ep": 8, "cp_comm_type": "a2a"}, "use p2p"),
+        ("megatron-core", "nemotron-h-56b", 32, 256, {"tp": 16}, "tp=16 does not divide mamba n_groups=8"),
+        ("megatron-core", "nemotron-h-56b", 32, 256, {"tp": 8}, None),
+        ("megatron-core", "gpt-oss-20b", 1, 64, {"cp": 2, "cp_comm_type": "p2p"}, "does not take a sliding window"),
+        ("mindspeed", "qwen2.5-0.5b", 1, 64, {"pp": 2, "vpp": 2, "schedule": "dualpipe-v"}, "needs untied embeddings"),
+        ("mindspeed", "llama-3.1-8b", 1, 64, {"pp": 2, "vpp": 2, "cp": 2, "schedule": "dualpipe-v"}, "needs cp=1"),
+        ("torchtitan", "llama-3.1-8b", 1, 64, {"pp": 2, "vpp": 2, "schedule": "zb-v"}, None),
+        ("torchtitan", "qwen3-30b-a3b", 1, 64, {"tp": 4, "etp": 4}, "etp=4 must be 1"),
+        ("torchtitan", "llama-3.1-8b", 1, 64, {"zero": 1}, "zero=1 is not one of 0, 2, 3"),
+        ("torchtitan", "llama-3.2-1b", 4, 64, {"pp": 8, "vpp": 3}, "makes 24 chunks, more than layers=16 + 2"),
+        ("deepspeed", "llama-3.1-8b", 1, 64, {"pp": 2, "zero": 2}, "zero=2 needs pp=1"),
+        ("deepspeed", "llama-3.1-8b", 1, 64, {"pp": 2, "zero": 1}, None),
+        ("deepspeed", "qwen2.5-7b", 1, 64, {"cp": 8}, "tp x cp = 8 does not divide num_attention_heads=28"),
+        ("deepspeed", "qwen2.5-7b", 1, 64, {"cp": 4}, None),
+        ("accelerate", "llama-3.1-8b", 1, 64, {"pp": 2}, "accelerate has no pipeline parallelism"),
+        ("accelerate", "llama-3.1-8b", 1, 64, {"tp": 2, "dp": 4, "dp_replicate": 4}, "zero=3 needs dp / dp_replicate > 1"),
+        ("accelerate", "llama-3.1-8b", 1, 64, {"tp": 2, "dp": 4}, None),
+    ],
+)  # fmt: skip
+def test_layouts_of_the_kinds_reported_are_taken_or_refused_with_the_rule(
+    rules: str, model: str, count: int, batch: int, layout: dict[str, Any], words: str | None
+) -> None:
+    """What such reports ask next, of other models, sizes and frameworks: every rule from both sides."""
+    found = evaluated(model, f"dgx-h100:{count}", sw.Training(4096, batch), rules=rules, **layout)
+    assert found.legal is (words is None), found.faults
+    assert (words or "") in "; ".join(found.faults)

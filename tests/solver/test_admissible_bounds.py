@@ -177,6 +177,23 @@ def test_the_bound_of_a_placement_is_below_its_fastest_plan(instance: Instance, 
         )
 
 
+@examples(20)
+@given(instances(), profiles())
+def test_the_bound_of_a_placed_candidate_is_below_every_plan_of_it(instance: Instance, profile: Profile) -> None:
+    """(B2)-(B5) in seconds and in units: of every candidate and every plan, whatever the profile hides or shows. Without
+    an incumbent nothing is known of the last chunk; with the slowest plan as the incumbent all others are in its reach."""
+    search, found = search_of(replace(instance, profile=profile))
+    slowest = max(found, key=lambda one: one.seconds, default=None)
+    for incumbent in [None] if slowest is None else [None, slowest]:
+        if incumbent is not None:
+            search.offer(incumbent.plan, candidate_of(incumbent.corner))
+        bounds = {corner: search.placed_bound_s(candidate_of(corner)) for corner in {one.corner for one in found}}
+        for one in found:
+            bound_s = bounds[one.corner]
+            assert 0 < bound_s <= one.seconds * ROUNDING
+            assert search.units_below(bound_s, one.plan.micro_batches) <= one.units
+
+
 @examples(30)
 @given(instances())
 def test_the_split_bound_is_below_the_fastest_plan_of_each_candidate(instance: Instance) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
+from rich.console import Console
 
 import shardwise as sw
 from shardwise.solver.evaluate import evaluate
+from shardwise.solver.render import show_alternatives
 from shardwise.solver.result import LAYOUT, layout_of
 
 
@@ -76,3 +78,22 @@ def test_a_search_that_the_time_ended_tells_of_what_it_met() -> None:
     assert short.status in ("UNKNOWN", "FEASIBLE", "OPTIMAL")
     layouts = [layout_of(other.plan.degrees) for other in short.alternatives]
     assert len(set(layouts)) == len(layouts) <= 5
+
+
+def test_alternatives_of_the_fewest_devices_are_told_in_seconds_of_a_step() -> None:
+    """All have as many devices; their values were printed as numbers of devices."""
+    own = sw.build_instance("qwen3-0.6b", "dgx-h100:1", sw.Training(4096, 64), limits=["micro_batch=1", "devices>=2"])
+    seen: list[sw.Progress] = []
+    result = sw.solve(instance=own, objective="devices", workers=1, on_progress=seen.append)
+    assert result.plan is not None
+    assert result.evaluation is not None
+    assert result.value == 2
+    assert result.alternatives
+    assert {other.plan.degrees.devices for other in result.alternatives} == {2}
+    assert all(other.value >= result.evaluation.step_time_s for other in result.alternatives)
+    assert {told.unit for told in seen} == {"s"}
+    console = Console(record=True, width=100)
+    show_alternatives(console, result)
+    text = console.export_text()
+    assert f"{result.evaluation.step_time_s:.5g}" in text
+    assert "devices" not in text.splitlines()[2]

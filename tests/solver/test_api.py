@@ -144,6 +144,24 @@ def test_interrupting_keeps_the_incumbent_and_its_bound() -> None:
     assert result.bound <= result.value
 
 
+@pytest.mark.parametrize("phase", ["enumerating", "bounding", "trying"])
+def test_every_phase_hears_an_interrupt(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is heard where progress is told: before the first plan too, which takes most of a large search."""
+    monkeypatch.setattr("shardwise.solver.search.REPORT_EVERY_S", 0.0)
+    watch, phases = Watch(None), []
+
+    def stop(progress: sw.Progress) -> None:
+        phases.append(progress.phase)
+        watch.interrupted = progress.phase == phase
+        watch.report(progress)
+
+    result = sw.solve("llama-3.1-8b", "dgx-h100:2", sw.Training(4096, 64), workers=1, on_progress=stop)
+    assert phases[-2:] == [phase, result.status]
+    assert result.status in ("UNKNOWN", "FEASIBLE")
+    if result.plan is None:
+        assert result.reason == ("the search was interrupted before a plan was found",)
+
+
 def test_an_interrupted_watch_ends_the_search_but_not_its_last_report() -> None:
     watch = Watch(None)
     watch.interrupted = True

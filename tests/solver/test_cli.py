@@ -382,11 +382,11 @@ def test_what_is_missing_is_named_all_at_once() -> None:
         (("--recompute", "some"), 2, "recompute='some'"),
         (("--rank-order", "pp-first"), 2, "rank_order='pp-first'"),
         (("--stages", "16,16"), 2, "2 numbers given"),
-        (("--stages", "-1,33", "--pp", "2"), 2, "must add up to the model's 32 layers"),
+        (("--stages", "-1,33", "--pp", "2"), 2, "stages=-1,33 must not be negative"),
         (("--recompute-layers", "2"), 2, "needs recompute=full"),
         (("--limit", "tp>=2"), 1, "tp=1 breaks the limit tp>=2"),
         (("--limit", "memory_gb<=1"), 1, "does not fit"),
-        (("--dp", "16"), 1, "placement needs 16 members"),
+        (("--dp", "16"), 1, "placement needs 16 devices in one node, cluster dgx-h100:1 has 8"),
     ],
 )
 def test_evaluate_tells_no_from_bad_input(options: tuple[str, ...], code: int, words: str) -> None:
@@ -403,6 +403,82 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path: Pa
     code, text = invoke("plan", "training", *SMALL, "-o", "-", "--json", "-")
     assert code == 2
     assert "only one of --output and --json" in text
+    same = str(tmp_path / "same.json")
+    code, text = invoke("plan", "training", *SMALL, "-o", same, "--json", str(tmp_path / "." / "same.json"))
+    assert (code, "--output and --json must not name the same file" in text) == (2, True)
+    assert not Path(same).exists()
+
+
+def test_the_file_of_plan_json_serves_wherever_a_plan_file_does(plan_file: Path, tmp_path: Path) -> None:
+    result = plan_file.with_name("result.json")
+    for command in (("evaluate", "--plan"), ("simulate",), ("export", "--to", "megatron-core")):
+        assert invoke(*command, str(result)) == invoke(*command, str(plan_file)), command
+    nothing = tmp_path / "nothing.json"
+    assert invoke("plan", "training", *SMALL, "--limit", "tp=3", "--json", str(nothing))[0] == 1
+    code, text = invoke("evaluate", "--plan", str(nothing))
+    assert (code, "there is no plan in it" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "not JSON"),
+        (b"\x94\xff", "cannot be read: it is not UTF-8 text"),
+        (b"{", "not JSON"),
+        (b"\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"{}", "plan.version=None"),
+        (b'{"version": 1e999}', "plan.version=inf"),
+        (b'{"version": 1}', "plan.degrees must be"),
+        (b"null", "must be a JSON object"),
+        (b"[1]", "must be a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_named_with_its_fault(content: bytes | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_bytes(content)
+    for command in (("evaluate", "--plan"), ("simulate",), ("export", "--to", "megatron-core")):
+        code, text = invoke(*command, str(path))
+        assert code == 2
+        assert str(path) in text
+        assert words in text
+        assert "Errno" not in text
+
+
+@pytest.mark.parametrize("content", [b"\x94\xff", b"x = " + b"[" * 100_000, b""])
+def test_toml_files_that_cannot_be_read_are_bad_input(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_bytes(content)
+    for command in (
+        ("evaluate", "llama-3.1-8b", str(path), *TRAINING),
+        ("evaluate", *SMALL, "--profile", str(path)),
+        ("batch", str(path), "--store", str(tmp_path / "store")),
+    ):
+        code, text = invoke(*command)
+        assert (code, str(path) in text) == (2, True), text
+
+
+def test_a_folder_without_a_config_and_a_config_without_a_family_are_told_so(tmp_path: Path) -> None:
+    assert "the folder holds no config.json" in invoke("evaluate", str(tmp_path), "dgx-h100:1", *TRAINING)[1]
+    (tmp_path / "config.json").write_text("{}")
+    assert "model_type is missing" in invoke("evaluate", str(tmp_path), "dgx-h100:1", *TRAINING)[1]
+
+
+def test_an_evaluated_plan_is_written_and_exported(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    shape = ("--tp", "4", "--pp", "2", "--recompute", "selective")
+    code, text = invoke("evaluate", *SMALL, *shape, "-o", str(path))
+    assert (code, invoke("evaluate", "--plan", str(path))) == (0, (code, text))
+    code, text = invoke("export", str(path), "--to", "megatron-core")
+    assert (code, "--tensor-model-parallel-size 4" in text) == (0, True)
+
+
+def test_more_devices_than_there_are_leave_none_idle() -> None:
+    code, text = invoke("evaluate", *SMALL, "--tp", "16", "--dp", "2")
+    assert code == 1
+    assert ", 0 idle devices" in text
 
 
 def test_a_device_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
@@ -481,22 +557,6 @@ def test_markup_in_names_is_printed_as_it_is(tmp_path: Path, plan_file: Path) ->
     code, text = invoke("evaluate", "--plan", str(odd))
     assert code == 0
     assert "[/red]odd[bold] on dgx-h100:2" in text
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"version": 1}', "[" * 100_000, "\x00", '{"version": 1e999}']
-)
-def test_a_plan_file_that_is_none_is_bad_input(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(content)
-    for command in (
-        ("evaluate", "--plan", str(path)),
-        ("export", str(path), "--to", "megatron-core"),
-        ("simulate", str(path)),
-    ):
-        code, text = invoke(*command)
-        assert code == 2
-        assert text.startswith("error: plan")
 
 
 @settings(max_examples=150, deadline=None)
@@ -766,3 +826,9 @@ def test_tokens_that_are_none_are_bad_input(said: Any) -> None:
     nowhere: Any = None
     with pytest.raises(sw.InputError, match="tokens="):
         sw.training_run(nowhere, tokens=said)
+
+
+def test_a_limit_above_what_is_searched_is_told_so() -> None:
+    code, text = invoke("plan", "training", *SMALL, "--fix", "micro_batch=64")
+    assert (code, "micro_batch>=64 is above the maximum of the universe, 32" in text) == (1, True)
+    assert invoke("evaluate", *SMALL, "--micro-batch", "64", "--dp", "1", "--recompute", "full")[1].find("legal") > 0

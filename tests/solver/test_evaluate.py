@@ -73,7 +73,7 @@ def test_every_broken_rule_and_limit_is_named_with_its_values_at_once() -> None:
         "micro_batch=3 x dp=1 does not divide global_batch=16",
         "micro_batches=5 x micro_batch=3 x dp=1 is not global_batch=16",
         "a chunk between the first and the last has no layer",
-        "placement needs 3 members of level 1 with blocks (3,), cluster toy has 2",
+        "placement needs 3 groups of 3 devices in one fabric, cluster toy has 2",
     )
     assert evaluation.limit_faults == (
         "tp=3 breaks the limit tp<=2",
@@ -109,13 +109,13 @@ def test_full_recompute_as_a_limit_means_every_layer_of_every_stage(block: int, 
     [
         ((4, 4), ((2, 1), (2, 1), (1, 2)), None),
         # Seven devices: one node has room for three ranks only.
-        ((4, 3), ((2, 1), (2, 1), (1, 2)), "placement needs 2 members of level 1 with blocks (4,), cluster toy has 1"),
+        ((4, 3), ((2, 1), (2, 1), (1, 2)), "placement needs 2 groups of 4 devices in one fabric, cluster toy has 1"),
         ((4, 3), ((1, 1), (2, 1), (1, 2)), None),
         # A node of four cannot hold eight.
-        ((4, 4), ((8, 1), (1, 1), (1, 1)), "placement needs 8 members of level 0 with blocks (), cluster toy has 4"),
+        ((4, 4), ((8, 1), (1, 1), (1, 1)), "placement needs 8 devices in one node, cluster toy has 4"),
         ((4, 4), ((4, 2), (1, 1), (1, 1)), None),
         # Three nodes are not there.
-        ((4, 4), ((1, 1), (1, 1), (1, 3)), "placement needs 3 members of level 1 with blocks (1,), cluster toy has 2"),
+        ((4, 4), ((1, 1), (1, 1), (1, 3)), "placement needs 3 devices in one fabric, cluster toy has 2"),
     ],
 )
 def test_a_placement_must_exist_on_the_cluster(

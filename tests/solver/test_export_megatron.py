@@ -17,7 +17,7 @@ from shardwise.data.instance import Instance
 from shardwise.data.model_catalog import catalog_models, load_model
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.rules import FREE
-from shardwise.data.workload import Training
+from shardwise.data.workload import Attention, Precision, Training
 from shardwise.solver.default_plan import plan_from_degrees
 from shardwise.solver.export.megatron import hybrid_pattern, megatron_flags, pipeline_layout, to_megatron
 from shardwise.solver.solve import build_instance, solve
@@ -356,3 +356,32 @@ def test_a_plan_of_one_stage_needs_no_layout() -> None:
     assert flags["--num-layers"] == "32"
     assert "--nnodes 1" in to_megatron(instance, plan)
     assert "--node-rank" not in to_megatron(instance, plan)
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("bf16", {"--bf16"}),
+        ("fp16", {"--fp16"}),
+        ("fp8", {"--bf16", "--fp8-format hybrid"}),
+        ("mxfp8", {"--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"}),
+        ("nvfp4", {"--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"}),
+    ],
+)
+def test_every_precision_has_its_flags(precision: Precision, flags: set[str]) -> None:
+    instance = build_instance("llama-3.1-8b", "dgx-b200:1", Training(4096, 64, precision=precision))
+    found = megatron_flags(instance, plan_from_degrees(instance, Degrees(dp=8)))
+    assert {flag for flag in found if re.match("--(bf|fp[0-9])", flag)} == flags
+
+
+@pytest.mark.parametrize(("attention", "backend"), [("flash", "flash"), ("flash2", "flash"), ("unfused", "unfused")])
+def test_attention_is_a_backend_that_there_is(attention: Attention, backend: str) -> None:
+    instance = build_instance("llama-3.1-8b", "dgx-b200:1", Training(4096, 64, attention=attention))
+    assert f"--attention-backend {backend}" in megatron_flags(instance, plan_from_degrees(instance, Degrees(dp=8)))
+
+
+@pytest.mark.parametrize("attention", ["flash1", "eager"])
+def test_attention_that_no_backend_computes_is_refused(attention: Attention) -> None:
+    instance = build_instance("llama-3.1-8b", "dgx-b200:1", Training(4096, 64, attention=attention))
+    with pytest.raises(InputError, match=f"workload.attention={attention}"):
+        megatron_flags(instance, plan_from_degrees(instance, Degrees(dp=8)))

@@ -248,3 +248,33 @@ def test_a_frozen_model_needs_no_more_devices_than_hold_its_adapters_and_frozen_
     assert answer.devices == 1
     result = solve("llama-2-7b", "dgx-h100:1", workload, objective="devices", workers=1)
     assert result.value == 1
+
+
+def test_a_limit_that_no_rule_admits_is_told_with_the_rule() -> None:
+    code, text = invoke("llama-3.1-8b", "dgx-h100:1", "--limit", "tp=3")
+    assert (code, "tp=3 does not divide num_attention_heads=32" in text) == (1, True)
+
+
+def test_the_command_takes_the_details_of_a_workload() -> None:
+    """The command says of adapters, documents and experts what `sw.fit` does."""
+    code, text = invoke(
+        "qwen2.5-7b", "a10g", "--global-batch", "64", "--lora-rank", "8", "--qlora", "--mean-document-length", "512",
+        "-q", "--json", "-",
+    )  # fmt: skip
+    workload = sw.Training(SEQ_LEN, 64, lora_rank=8, base_precision="nf4", lengths=((512.0, 1),))
+    (one,) = fit("qwen2.5-7b", "a10g", workload, workers=1)
+    (said,) = json.loads(text)["fits"]
+    assert (code, said["devices"], said["evaluation"]) == (
+        0, one.devices, json.loads(json.dumps(one.evaluation.to_dict() if one.evaluation else None)),
+    )  # fmt: skip
+    code, text = invoke(
+        "mixtral-8x7b", "h100", "--pad-experts", "--mtp-layers", "1", "--lora-rank", "0", "--expert-imbalance", "0.5"
+    )
+    assert code == 2
+    for fault in (
+        "pad_experts=True needs",
+        "mtp_layers=1 with lora_rank=0",
+        "lora_rank=0 must",
+        "expert_imbalance=0.5",
+    ):
+        assert fault in text, fault

@@ -103,6 +103,37 @@ def test_rows_of_anyone_are_predicted_or_refused() -> None:
     assert "tp=3" in (result.predictions[2].reason or "")
 
 
+def test_every_shipped_run_is_legal_in_its_framework() -> None:
+    """They ran, or ran out of memory: a rule that refuses one of them is wrong, or read from another version."""
+    assert {p.id: p.reason for p in shipped().predictions if p.legal is False} == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"framework": "torchtitan", "model": "qwen2.5-3b", "tp": "4", "dp": "2"}, "torchtitan does not replicate"),
+        ({"framework": "megatron-core", "model": "qwen2.5-3b", "tp": "4", "dp": "2"}, None),
+        ({"framework": "DeepSpeed 0.19", "zero_fsdp": "ZeRO-2", "pp": "2", "dp": "4"}, "zero=2 needs pp=1"),
+        ({"tp": "2"}, "tp x cp x pp x dp = 16 is not n_gpus=8"),
+        ({"pp": "4", "vpp": "2", "dp": "2", "global_batch": "12"}, None),
+        ({"pp": "4", "vpp": "2", "dp": "2", "global_batch": "6"}, "micro_batches=3 to be at least pp=4"),
+        ({"seq_len": "4100", "cp": "4", "dp": "2"}, "cp=4 needs seq_len=4100 to be a multiple of 8"),
+    ],
+)
+def test_a_row_is_legal_by_the_rules_of_the_framework_that_it_names(changed: dict[str, str], words: str | None) -> None:
+    row = {
+        "id": "x_1", "model": "llama-3.1-8b", "gpu": "H100-SXM", "n_gpus": "8", "gpus_per_node": "8", "seq_len": "4096",
+        "tp": "1", "pp": "1", "dp": "8", "micro_batch": "1", "global_batch": "64", "zero_fsdp": "ZeRO-1",
+        "seq_parallel": "no", "recompute": "full", "framework": "Megatron-LM",
+    }  # fmt: skip
+    if changed.get("framework") == "torchtitan":
+        changed = {**changed, "zero_fsdp": "FSDP"}
+    (found,) = validate([run_of(row | changed)]).predictions
+    assert found.legal is (words is None), found.reason
+    assert (words or "") in (found.reason or "")
+
+
 def test_the_table_of_runs_holds_the_figures_of_the_validation() -> None:
     found, table = shipped(), shipped().to_frame()
     assert list(table.columns) == list(COLUMNS)
