@@ -35,6 +35,9 @@ MAX_LENGTHS = 10_000
 MAX_IMBALANCE = 1000
 MAX_MTP = 64
 
+OFFLOAD_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the optimizer on the host that "auto" stands for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -60,6 +63,9 @@ class Training:
 
     `mtp_layers` multi-token-prediction modules are trained behind the last layer, none where it is 0.
 
+    `offload_optimizer` is the share of the optimizer that a plan may leave to the host, its states in the host's memory and
+    its update on the host's processors; "auto" leaves the share to the plan (`OFFLOAD_STEPS`). A plan may always leave none.
+
     Raises
     ------
     ValueError
@@ -81,6 +87,7 @@ class Training:
     mtp_layers: int = 0
     expert_capacity: float | None = None
     pad_experts: bool = False
+    offload_optimizer: float | Literal["auto"] = 0.0
 
     def __post_init__(self) -> None:
         faults = []
@@ -117,6 +124,9 @@ class Training:
         load = self.expert_imbalance
         if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= MAX_IMBALANCE:
             faults.append(f"workload.expert_imbalance={load!r} must be a number from 1 (balanced) to {MAX_IMBALANCE}")
+        share = self.offload_optimizer
+        if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
+            faults.append(f"workload.offload_optimizer={share!r} must be a share from 0 to 1, or auto")
         faults += self._capacity_faults()
         faults += self._lora_faults()
         if self.lengths is not None:
@@ -166,13 +176,14 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing, imbalance, multi-token prediction and capacity where there are
-        none."""
+        """The fields, without those of adapters, packing, imbalance, multi-token prediction, capacity and offloading where
+        there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
         unused += [] if self.mtp_layers else ["mtp_layers"]
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
+        unused += [] if self.offload_optimizer else ["offload_optimizer"]
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property
@@ -184,6 +195,13 @@ class Training:
     def frozen(self) -> bool:
         """Whether only adapters are trained."""
         return self.lora_rank is not None
+
+    @property
+    def offload_shares(self) -> tuple[float, ...]:
+        """The values of `Degrees.offload_optimizer` that a plan may have, ascending."""
+        return (
+            OFFLOAD_STEPS if self.offload_optimizer == "auto" else tuple(sorted({0.0, float(self.offload_optimizer)}))
+        )
 
     @property
     def documents(self) -> tuple[tuple[float, float], ...]:

@@ -5,8 +5,9 @@
      tp, with ep etp dividing tp cp dp and both as the pack allows; pp x vpp over the pipelines of at most L + 2 chunks,
      or 1 where the pack has none; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero
      over the pack's stages with the replicas and pipelines that it allows them, 2 and 3 only where cp dp > 1; sequence
-     parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The schedule is
-     one of the pack's that the pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
+     parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The host has a
+     share of the optimizer that the workload and the pack allow, or none. The schedule is one of the pack's that the
+     pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does
      not exceed the members there (`Cluster.capacity`), with the nodes kept free that a limit asks for. A pack with
@@ -40,6 +41,7 @@ from shardwise.data.rules import (
     expert_faults,
     expert_group_faults,
     is_linear,
+    offload_faults,
     pipeline_faults,
     replica_faults,
     schedule_faults,
@@ -77,6 +79,7 @@ class GridShape:
     zero: int
     schedule: str
     cp_comm_type: CpCommType
+    offload_optimizer: float = 0.0
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
@@ -96,6 +99,7 @@ class GridShape:
             ep=self.ep,
             etp=self.etp,
             cp_comm_type=self.cp_comm_type,
+            offload_optimizer=self.offload_optimizer,
         )
 
 
@@ -166,16 +170,16 @@ class Candidate:
         return layout(self.schedule, self.degrees.pp, self.degrees.vpp)
 
     @cached_property
-    def tie_key(self) -> tuple[int, ...]:
+    def tie_key(self) -> tuple[float, ...]:
         """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as
         `CP_COMM_TYPES` lists them, fewer chunks, schedules as `SCHEDULES` does, smaller micro-batches, ZeRO-1 before 0,
-        2 and 3, sequence parallelism before none, experts spread less, fewer replicas, then the placement that packs
-        the inner levels fullest with the faster axes."""
+        2 and 3, less of the optimizer on the host, sequence parallelism before none, experts spread less, fewer replicas,
+        then the placement that packs the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
             d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.vpp, SCHEDULES.index(self.schedule),
-            d.micro_batch, ZERO_ORDER.index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
+            d.micro_batch, ZERO_ORDER.index(d.zero), d.offload_optimizer, -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
             *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
@@ -240,8 +244,13 @@ def _grids(
             chosen &= _sharded(instance, zero, tp, cp, pp, dp)
             if chosen.any():
                 rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
-                for algorithm in algorithms:
-                    yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule, algorithm), *rows)
+                for algorithm, share in product(algorithms, offload_shares(instance, zero)):
+                    yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule, algorithm, share), *rows)
+
+
+def offload_shares(instance: Instance, zero: int) -> list[float]:
+    """Shares of the optimizer on the host that the workload and the rules admit with a ZeRO stage."""
+    return [share for share in instance.workload.offload_shares if not offload_faults(instance.rules, zero, share)]
 
 
 def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_parallel: bool) -> list[str]:

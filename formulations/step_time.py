@@ -12,7 +12,8 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
 (T3) end_k of stage k: the timeline of the schedule (timeline, E1-E3).
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
      X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer;
-     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline
+     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline. What the host has of the
+     optimizer is copied and updated there in turn (offload, U3)
 (T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
      (Qi et al., arXiv 2401.10241, section 4), so that stages stay apart from step to step, and
      T = overhead + max_k (end_k - start_k + X_k).
@@ -40,6 +41,7 @@ from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
 from shardwise.formulations.layer_time import larger
 from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES, KindParams
+from shardwise.formulations.offload import host_rates_s
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Link
@@ -66,11 +68,19 @@ def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class SyncRates:
-    """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights."""
+    """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights; `optimizer_s` is what the device
+    computes, `copied_s` and `host_s` are (U3)."""
 
     communication_s: float
     optimizer_s: float
     frozen_s: float = 0.0
+    copied_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def update_s(self) -> float:
+        """The optimizer, wherever it runs."""
+        return self.optimizer_s + self.copied_s + self.host_s
 
 
 def params_sync_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
@@ -80,12 +90,19 @@ def params_sync_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> fl
 
 
 def params_optimizer_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
-    """(T4) The optimizer of what one device trains."""
-    return dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+    """(T4) The optimizer of what one device trains, with (U3)."""
+    return dense.update_s * params.dense + expert.update_s * params.expert
 
 
 def sync_rates(
-    instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_replicate: int = 1, *, each_pass: bool = False
+    instance: Instance,
+    dp_spans: Spans,
+    dp: int,
+    zero: int,
+    dp_replicate: int = 1,
+    *,
+    each_pass: bool = False,
+    offload: float = 0.0,
 ) -> SyncRates:
     """(T4) Gradient sync at the end of a step, and the optimizer, per parameter on one device.
 
@@ -113,10 +130,28 @@ def sync_rates(
         if dp_replicate > 1:
             rate = bandwidth_time_per_byte(accelerator, "all_reduce", outer, bucket)
             communication += reduce_bytes * rate / shard
-    moved = GRADIENT_PASS_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
     owned = shard if zero >= 1 else 1
-    rate = memory_bound_time_s(accelerator, 1e9 * moved, launches=0) / 1e9
-    return SyncRates(communication, rate / owned, frozen)
+    rate = memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, offload), launches=0) / 1e9
+    if not offload:
+        return SyncRates(communication, rate / owned, frozen)
+    copied, updated = (offload * seconds / owned for seconds in host_rates_s(instance))
+    return SyncRates(communication, rate / owned, frozen, copied, updated)
+
+
+def _updated_bytes(instance: Instance, offload: float) -> float:
+    """What the device touches of a parameter that it owns: before the optimizer, and in what the host does not have of it."""
+    updated = GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
+    return GRADIENT_PASS_BYTES + (1 - offload) * updated
+
+
+def offload_is_slower(instance: Instance) -> bool:
+    """Whether the host takes longer over a parameter than the device would."""
+    accelerator = instance.accelerator
+    here, there = (
+        memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, share), launches=0) / 1e9
+        for share in (0.0, 1.0)
+    )
+    return sum(host_rates_s(instance)) >= here - there
 
 
 def gathers_each_pass(zero: int, pp: Number) -> Number:

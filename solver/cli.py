@@ -47,12 +47,14 @@ from shardwise.solver.cli_workload import (
     MeanDocumentOption,
     ModelArgument,
     MtpOption,
+    OffloadOption,
     OptimizerOption,
     PadOption,
     PrecisionOption,
     ProfileOption,
     QloraOption,
     RulesOption,
+    offload_fields,
     packing_fields,
     routing_fields,
     training,
@@ -174,6 +176,7 @@ def plan_training(
     mtp_layers: MtpOption = None,
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
+    offload_optimizer: OffloadOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -222,6 +225,7 @@ def plan_training(
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
         | routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
+        | offload_fields(offload_optimizer)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -317,6 +321,7 @@ def evaluate_command(
     mtp_layers: MtpOption = None,
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
+    offload_optimizer: OffloadOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -392,6 +397,9 @@ def evaluate_command(
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
     workload |= routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
+    workload |= offload_fields(offload_optimizer)
+    if plan is None and offload_optimizer == "auto":
+        raise InputError("--offload-optimizer auto: a plan made of degrees has one share; give a number from 0 to 1")
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:

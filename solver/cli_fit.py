@@ -14,10 +14,12 @@ from shardwise.solver.cli_workload import (
     FixOption,
     LimitOption,
     ModelArgument,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     ProfileOption,
     RulesOption,
+    offload_fields,
     training,
 )
 from shardwise.solver.progress import watching
@@ -68,6 +70,7 @@ def fit_command(
     precision: PrecisionOption = "bf16",
     optimizer: OptimizerOption = "adamw",
     attention: AttentionOption = "flash",
+    offload_optimizer: OffloadOption = None,
     rules: RulesOption = "megatron-core",
     profile: ProfileOption = None,
     fix: FixOption = None,
@@ -90,6 +93,7 @@ def fit_command(
             "seq_len": usual_seq_len(model) if seq_len is None else seq_len,
             "global_batch": GLOBAL_BATCH if global_batch is None else global_batch,
             "precision": precision, "optimizer": optimizer, "attention": attention,
+            **offload_fields(offload_optimizer),
         },
         model, on, rules, profile, limits, time_limit,
     )  # fmt: skip

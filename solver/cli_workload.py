@@ -57,6 +57,12 @@ PadOption = Annotated[
     bool | None,
     typer.Option("--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."),
 ]
+OffloadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--offload-optimizer", metavar="SHARE|auto", help="Share of the optimizer that a plan may leave to the host."
+    ),
+]
 LengthsOption = Annotated[
     str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
 ]
@@ -92,6 +98,16 @@ def routing_fields(
         "pad_experts": pad_experts,
     }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
+
+
+def offload_fields(offload_optimizer: str | None) -> dict[str, Any]:
+    """What the option says of the host, as a field of the workload; what is no number is told there."""
+    if offload_optimizer is None:
+        return {}
+    try:
+        return {"offload_optimizer": float(offload_optimizer)}
+    except ValueError:
+        return {"offload_optimizer": offload_optimizer}
 
 
 def training(fields: dict[str, Any]) -> Any:

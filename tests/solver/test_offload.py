@@ -1,0 +1,332 @@
+"""The optimizer on the host: bytes and seconds by hand, the search against exhaustive search, what refuses it, what it cures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_universe import agrees, value_of
+from universe import admitted, examples, instance_of, instances, llama
+
+from shardwise.data.cluster import Accelerator, Cluster, Domain, Host, Link
+from shardwise.data.faults import InputError
+from shardwise.data.instance import Instance
+from shardwise.data.limits import parse_limits
+from shardwise.data.plan import Degrees, Plan
+from shardwise.data.workload import Training
+from shardwise.formulations.offload import host_rates_s
+from shardwise.solver.default_plan import degrees_from, plan_from_degrees
+from shardwise.solver.evaluate import Evaluation, cost_tables, evaluate, stage_params
+from shardwise.solver.export.megatron import megatron_flags
+from shardwise.solver.fit import fit
+from shardwise.solver.simulate import simulate
+from shardwise.solver.solve import build_instance, solve
+
+MIB = 2**20
+OFFLOADS = ({"offload_optimizer": 1.0}, {"offload_optimizer": 0.5}, {"offload_optimizer": "auto"})
+
+
+def offloading(share: float | str, **more: object) -> Instance:
+    workload = Training(1024, 8, offload_optimizer=share, **more)  # type: ignore[arg-type]
+    return instance_of(llama(4), workload=workload)
+
+
+def plan_of(instance: Instance, share: float, **degrees: int) -> Plan:
+    return plan_from_degrees(instance, degrees_from(instance, offload_optimizer=share, **degrees))
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 12), ("sgd", 8)])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_states_leave_the_device_for_the_host(optimizer: str, states: int, share: float) -> None:
+    instance = offloading(share, optimizer=optimizer)
+    plan = plan_of(instance, share, dp=4)
+    here, there = (evaluate(instance, own).stages[0] for own in (plan_of(instance, 0.0, dp=4), plan))
+    params = stage_params(cost_tables(instance), plan, 0).total
+    assert here.optimizer == states * params / 4
+    assert there.optimizer == pytest.approx(states * params / 4 * (1 - share))
+    assert replace(there, optimizer=here.optimizer) == here
+    host = evaluate(instance, plan).host
+    assert host is not None
+    assert host.stages == (pytest.approx(share * (states + 4) * params / 4),)
+    assert host.devices == 4
+    assert host.node_bytes == pytest.approx(share * (states + 4) * params)
+    assert host.node_capacity_bytes == pytest.approx(0.9 * 2e12, abs=4 * MIB)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_the_step_waits_for_the_copies_and_for_the_host(share: float) -> None:
+    """Gradients of 4 bytes and weights of 2 over 32 GB/s; 30 bytes a parameter at 0.46 of a quarter of 400 GB/s."""
+    instance = offloading(share)
+    plan, plain = plan_of(instance, share, dp=4), plan_of(instance, 0.0, dp=4)
+    owned = stage_params(cost_tables(instance), plan, 0).total / 4
+    device = owned * (18 + (1 - share) * 30) / (18 + 30)
+    found, before = evaluate(instance, plan), evaluate(instance, plain)
+    expected = before.parts.optimizer * device / owned + share * owned * (6 / 32e9 + 30 / (0.46 * 1e11))
+    assert found.parts.optimizer == pytest.approx(expected, rel=1e-9)
+    later = found.parts.optimizer - before.parts.optimizer
+    assert found.step_time_s == pytest.approx(before.step_time_s + later, rel=1e-12)
+    assert simulate(instance, plan).tails[0].optimizer_s == found.parts.optimizer
+
+
+def test_copies_are_no_faster_than_the_memory_of_the_host() -> None:
+    instance = offloading(1.0)
+    device = replace(instance.accelerator, host_link_bytes_per_s=450e9)
+    domain = replace(instance.cluster.root, accelerator=device)
+    fast = replace(instance, cluster=replace(instance.cluster, root=domain))
+    assert host_rates_s(fast)[0] == pytest.approx(6 / 1e11)
+    assert host_rates_s(instance)[0] == pytest.approx(6 / 32e9)
+
+
+@pytest.mark.parametrize(("billions", "seconds"), [(1, 0.22), (4, 1.03), (10, 2.57)])
+def test_the_update_is_that_of_the_optimizer_that_was_written_for_it(billions: int, seconds: float) -> None:
+    """arXiv 2101.06840, table 4: a DGX-2, all of its host for one process."""
+    toy = Accelerator("V100", "NVIDIA", 2**35, 9e11, {"fp16": 1.25e14}, host_link_bytes_per_s=16e9)
+    node = Domain("node", "node", Link("pcie", "pcie", 16e9, 1e-6), toy, 1)
+    cluster = Cluster("dgx-2", node, host=Host(1.5e12, 12 * 8 * 2.666e9))
+    instance = Instance(llama(), cluster, Training(1024, 8, "fp16", offload_optimizer=1.0))
+    assert host_rates_s(instance)[1] * billions * 1e9 == pytest.approx(seconds, rel=0.17)
+
+
+def test_a_waiting_device_takes_idle_power() -> None:
+    """Energy is that of the three phases: copies communicate, and while the host updates the device idles."""
+    instance = offloading(1.0)
+    slow = replace(instance, cluster=replace(instance.cluster, host=Host(2e12, 4e10)))
+    plans = plan_of(instance, 1.0, dp=4)
+    fast, slower = evaluate(instance, plans), evaluate(slow, plans)
+    assert fast.energy is not None
+    assert slower.energy is not None
+    copied, updated = (
+        (b - a) * stage_params(cost_tables(instance), plans, 0).total / 4
+        for a, b in zip(host_rates_s(instance), host_rates_s(slow), strict=True)
+    )
+    assert slower.step_time_s - fast.step_time_s == pytest.approx(copied + updated, rel=1e-9)
+    more = slower.energy.joules_per_step.value - fast.energy.joules_per_step.value
+    idle = slower.energy.joules_per_step.value  # above every power of idling
+    assert 0 < more < idle
+    from shardwise.formulations.objective import idle_watts, relative_watts
+
+    watts, (_, communication) = idle_watts(instance), relative_watts(instance)
+    assert more == pytest.approx(4 * watts * (copied * (1 + communication) + updated), rel=1e-6)
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+@examples(25)
+@given(instances(tunings=OFFLOADS), st.booleans())
+def test_exhaustive_search_and_the_solver_agree_with_shares_on_the_host(instance: Instance, prune: bool) -> None:
+    result = solve(instance=instance, workers=1, prune=prune)
+    agrees(instance, result, admitted(instance, result.report["unit_s"]))
+
+
+@examples(25)
+@given(instances(tunings=OFFLOADS), st.sampled_from(("energy", "devices", "throughput-per-device")))
+def test_exhaustive_search_and_the_solver_agree_on_other_objectives(instance: Instance, objective: str) -> None:
+    found = admitted(instance, 1.0)
+    result = solve(instance=instance, workers=1, objective=objective)
+    if not found:
+        assert result.status == "INFEASIBLE"
+        return
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    every = [value_of(objective, evaluate(instance, one.plan), instance) for one in found]
+    best, own = min(every), value_of(objective, evaluate(instance, result.plan), instance)
+    assert evaluate(instance, result.plan).admitted
+    assert own <= best + abs(best) * 1e-5
+
+
+def test_a_host_that_is_full_sends_a_stage_elsewhere() -> None:
+    """The host has room for the even split and one layer less: all others are in the universe without it, and none with it."""
+    limits = ("tp=1", "cp=1", "dp=1", "pp=2", "vpp=1", "micro_batch=1", "zero=1", "recompute=none")
+    workload = Training(1024, 8, offload_optimizer=1.0)
+
+    def instance(host_bytes: float) -> Instance:
+        return instance_of(
+            llama(6), (2,), workload=workload, limits=limits, host_bytes=host_bytes, memory_bytes=3_300 * MIB
+        )
+
+    roomy = instance(2e12)
+    free = solve(instance=roomy, workers=1)
+    assert free.evaluation is not None
+    for part in (0.999, 1.001):
+        own = free.evaluation.host or evaluate(roomy, plan_of(roomy, 1.0, pp=2)).host
+        assert own is not None
+        tight = instance(own.node_bytes / 0.9 * part)
+        for prune in (True, False):
+            result = solve(instance=tight, workers=1, prune=prune)
+            agrees(tight, result, admitted(tight, result.report["unit_s"]))
+
+
+def test_nothing_goes_to_the_host_where_all_fits_without() -> None:
+    instance = offloading("auto")
+    result = solve(instance=instance, workers=1)
+    plain = solve(instance=replace(instance, workload=Training(1024, 8)), workers=1)
+    assert result.plan is not None
+    assert result.plan.degrees.offload_optimizer == 0
+    assert result.plan == plain.plan
+    assert result.report["universe"].pop("offload_optimizer") == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert result.report["universe"] == plain.report["universe"]
+
+
+def test_the_smallest_share_that_fits_is_taken() -> None:
+    """One device of 35 GB for 1.3 B parameters: 18 bytes a parameter do not fit, 15 do."""
+    small = instance_of(
+        llama(24, 2048), (1,), memory_bytes=int(3.2e10), workload=Training(1024, 8, offload_optimizer="auto")
+    )
+    result = solve(instance=small, workers=1, objective="step-time")
+    assert result.plan is not None
+    share = result.plan.degrees.offload_optimizer
+    assert share > 0
+    fitting = [
+        one
+        for one in (0.25, 0.5, 0.75, 1.0)
+        if evaluate(small, replace(result.plan, degrees=replace(result.plan.degrees, offload_optimizer=one))).fits
+    ]
+    assert share == fitting[0]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, True, "most", None])
+def test_shares_are_from_none_to_all(share: object) -> None:
+    with pytest.raises(ValueError, match="workload.offload_optimizer=.* must be a share from 0 to 1, or auto"):
+        Training(1024, 8, offload_optimizer=share)  # type: ignore[arg-type]
+    if share is not None:
+        with pytest.raises(ValueError, match="degrees.offload_optimizer=.* must be a share from 0 to 1"):
+            Degrees(offload_optimizer=share)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rules", "zero", "share", "fault"),
+    [
+        ("megatron-core", 1, 0.5, None),
+        ("megatron-core", 0, 0.5, "needs zero=1, not zero=0"),
+        ("megatron-core", 3, 1.0, "needs zero=1, not zero=3"),
+        ("mindspeed", 1, 1.0, None),
+        ("deepspeed", 0, 1.0, "needs zero >= 1"),
+        ("deepspeed", 1, 1.0, None),
+        ("deepspeed", 2, 1.0, None),
+        ("deepspeed", 2, 0.5, "with zero=2 must be 1"),
+        ("deepspeed", 3, 0.5, None),
+        ("free", 0, 0.5, None),
+    ],
+)
+def test_packs_say_which_stages_have_a_share(rules: str, zero: int, share: float, fault: str | None) -> None:
+    instance = instance_of(llama(), rules=rules, workload=Training(1024, 8, offload_optimizer=share))
+    found = [one for one in evaluate(instance, plan_of(instance, share, dp=4, zero=zero)).faults if "offload" in one]
+    if fault is None:
+        assert not found
+    else:
+        assert len(found) == 1
+        assert fault in found[0]
+
+
+@pytest.mark.parametrize("rules", ["torchtitan", "accelerate"])
+def test_packs_without_it_refuse_the_workload(rules: str) -> None:
+    with pytest.raises(InputError, match=f"{rules} has no optimizer on the host"):
+        instance_of(rules=rules, workload=Training(1024, 8, offload_optimizer=1.0))
+
+
+def test_a_host_that_is_not_known_is_named_with_its_fields() -> None:
+    with pytest.raises(InputError, match="mi300x:1 is not known; state host_memory_GB and host_memory_GBps"):
+        build_instance("llama-3.1-8b", "mi300x:1", Training(4096, 8, offload_optimizer="auto"))
+    bare = replace(instance_of().accelerator, host_link_bytes_per_s=None)
+    known = instance_of()
+    cluster = replace(known.cluster, root=replace(known.cluster.root, accelerator=bare))
+    with pytest.raises(InputError, match="link of toy to its host is not known; state host_link_GBps"):
+        Instance(llama(), cluster, Training(1024, 8, offload_optimizer=1.0))
+
+
+def test_a_plan_has_no_share_that_its_workload_does_not_allow() -> None:
+    instance = offloading(0.5)
+    plan = plan_of(instance, 0.25, dp=4)
+    with pytest.raises(InputError, match=r"offload_optimizer=0.25 is not one of 0, 0.5"):
+        evaluate(instance, plan)
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_so_only_where_there_is_a_share() -> None:
+    instance = offloading(0.5)
+    plain, shared = plan_of(instance, 0.0, dp=4), plan_of(instance, 0.5, dp=4)
+    assert "offload_optimizer" not in plain.to_dict()["degrees"]
+    assert "host" not in evaluate(instance, plain).to_dict()
+    assert shared.to_dict()["degrees"]["offload_optimizer"] == 0.5
+    assert Plan.from_json(shared.to_json()) == shared
+    host = evaluate(instance, shared).to_dict()["host"]
+    assert host["fits"]
+    assert host["node_gb"] == pytest.approx(4 * host["stages_gb"][0])
+    assert "offload_optimizer" not in Training(1024, 8).to_dict()
+    assert Training(**instance.workload.to_dict()) == instance.workload
+
+
+def test_megatron_gets_its_three_flags() -> None:
+    instance = build_instance("llama-3.1-8b", "dgx-h100:1", Training(4096, 64, offload_optimizer=0.75))
+    flags = megatron_flags(instance, plan_of(instance, 0.75, tp=2))
+    assert [flag for flag in flags if "offload" in flag or "aware" in flag] == [
+        "--optimizer-cpu-offload",
+        "--optimizer-offload-fraction 0.75",
+        "--use-precision-aware-optimizer",
+    ]
+    assert not [flag for flag in megatron_flags(instance, plan_of(instance, 0.0, tp=2)) if "offload" in flag]
+
+
+# -- what it cures -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_named_where_it_makes_a_plan_possible() -> None:
+    instance = build_instance("llama-3.1-70b", "dgx-h100:1", Training(4096, 64))
+    said = solve(instance=instance, workers=1)
+    assert said.status == "INFEASIBLE"
+    assert "with --offload-optimizer 1 it fits (tp=" in said.reason[0]
+    (found,) = fit("llama-3.1-70b", "dgx-h100:1", Training(4096, 64), workers=1)
+    assert found.answer == "does not fit"
+    assert "with --offload-optimizer 1 it fits (tp=" in (found.reason or "")
+    (cured,) = fit("llama-3.1-70b", "dgx-h100:1", Training(4096, 64, offload_optimizer=1.0), quick=True, workers=1)
+    assert cured.answer in ("fits", "tight")
+    assert cured.plan is not None
+    assert cured.plan.degrees.offload_optimizer == 1
+    assert cured.arithmetic.optimizer_bytes == 0
+
+
+def test_it_is_not_named_where_it_cures_nothing() -> None:
+    for model, cluster in (("llama-3.1-405b", "dgx-h100:1"), ("llama-3.1-70b", "mi300x:1")):
+        limits = ["memory_gb<=20"] if cluster.startswith("mi") else []
+        said = solve(instance=build_instance(model, cluster, Training(4096, 64), limits=limits), workers=1)
+        assert said.status == "INFEASIBLE"
+        assert "offload" not in said.reason[0]
+
+
+def test_fewest_devices_with_the_host_are_proven() -> None:
+    """One device fewer has no plan."""
+    workload = Training(1024, 24, offload_optimizer=1.0)
+    instance = instance_of(llama(12, 2048), (8,), memory_bytes=int(7e9), workload=workload)
+    result = solve(instance=instance, workers=1, objective="devices")
+    assert result.plan is not None
+    fewer = replace(instance, limits=parse_limits([f"devices<={result.plan.degrees.devices - 1}"]))
+    assert solve(instance=fewer, workers=1).status == "INFEASIBLE"
+
+
+def test_the_paper_on_reinforcement_learning_that_needed_it(tmp_path: Path) -> None:
+    """verl pull request 3019: DeepSeek-V3 on 96 devices of 80 GB holds its weights and gradients, not its states."""
+    del tmp_path
+    evaluation: Evaluation | None = None
+    for share, fits in ((0.0, False), (1.0, True)):
+        instance = build_instance(
+            "deepseek-v3", "dgx-h100:12", Training(2048, 96, offload_optimizer=share), limits=("devices=96",)
+        )
+        result = solve(instance=instance, workers=1, time_limit_s=30, top=0)
+        assert (result.plan is not None) == fits
+        evaluation = result.evaluation
+    assert evaluation is not None
+    assert evaluation.host is not None
+    assert math.isfinite(evaluation.step_time_s)
