@@ -320,8 +320,9 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
         return instance
     hosts = sorted(one.host.node_bytes for one in found if one.host)
     host_bytes = 2e15
-    if hosts and draw(st.booleans()):
-        host_bytes = hosts[int(draw(st.sampled_from((0.0, 0.3, 0.8))) * (len(hosts) - 1))] / 0.9 + 2e7
+    if draw(st.booleans()) and hosts:
+        kept = draw(st.sampled_from((0.0, 0.05, 0.2, 0.5)))
+        host_bytes = hosts[int(kept * (len(hosts) - 1))] / 0.9 + 2e7
     # One MiB less than a plan needs, or exactly that.
     memory_mib = max(needed[int(rank * (len(needed) - 1))] - draw(st.integers(0, 1)), 1)
     if draw(st.booleans()):
