@@ -452,7 +452,7 @@ def memory_reason(search: Search) -> str:
     shape = f"tp={degrees.tp} pp={degrees.pp} dp={degrees.dp} micro_batch={degrees.micro_batch} zero={degrees.zero}"
     has, cure = f"{capacity / 1e9:.1f} GB usable", "Use more devices, devices with more memory, or a shorter sequence"
     offloaded = offload_cure(search)
-    cure += f", or more of the host: {offloaded}" if offloaded else ""
+    cure += f"; or the host's memory: {offloaded}" if offloaded else ""
     if need > capacity:
         return (
             f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at "
