@@ -87,6 +87,8 @@ class Instance:
         if self.rules.offload == "none":
             return [f"workload.{fault}" for fault in offload_faults(self.rules, 1, self.workload.offload_shares[-1])]
         faults = []
+        if self.workload.offload_param:
+            faults += [f"workload.{fault}" for fault in offload_faults(self.rules, 3, 1.0, param=True)]
         if self.cluster.host is None:
             faults.append(
                 f"workload.offload_optimizer={share}: the host of cluster {self.cluster.name} is not known; state "

@@ -527,12 +527,22 @@ def sharding_faults(rules: Rules, zero: int, *, tp: int, cp: int, pp: int, dp: i
     return []
 
 
-def offload_faults(rules: Rules, zero: int, share: float) -> list[str]:
-    """Which ZeRO stages can leave a share of the optimizer to the host.
+def offload_faults(rules: Rules, zero: int, share: float, param: bool = False) -> list[str]:
+    """Which ZeRO stages can leave a share of the optimizer to the host, and their weights too (`param`).
 
     Megatron wants its precision-aware optimizer, which is a distributed one (arguments.py, `optimizer_cpu_offload`;
-    MindSpeed-LLM checks the same). DeepSpeed has it in stages 1 to 3 and divides it in 3 (runtime/zero/offload_config.py).
+    MindSpeed-LLM checks the same). DeepSpeed has it in stages 1 to 3 and divides it in 3, where weights can follow all of it
+    (runtime/zero/offload_config.py).
     """
+    if param and rules.offload not in ("any", "stages"):
+        return [f"offload_param=true: {rules.name} has no weights on the host"]
+    faults = _share_faults(rules, zero, share)
+    if param and not faults and (zero != 3 or share != 1):
+        faults.append(f"offload_param=true needs zero=3 and offload_optimizer=1, not zero={zero} and {share:g}")
+    return faults
+
+
+def _share_faults(rules: Rules, zero: int, share: float) -> list[str]:
     if not share or rules.offload == "any":
         return []
     if rules.offload == "none":
@@ -618,7 +628,9 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     faults += schedule_faults(rules, model, plan.schedule, d.cp)
     faults += depth_faults(rules, len(model.layers), plan.schedule, d.pp)
     faults += sharding_faults(rules, d.zero, tp=d.tp, cp=d.cp, pp=d.pp, dp=d.dp)
-    faults += offload_faults(rules, d.zero, d.offload_optimizer)
+    faults += offload_faults(rules, d.zero, d.offload_optimizer, d.offload_param)
+    if d.offload_param and d.pp > 1:
+        faults.append(f"offload_param=true needs pp=1, not pp={d.pp}: in a pipeline weights stay gathered")
     faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan)
     faults += rank_faults(rules, plan.placement)

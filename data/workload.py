@@ -65,6 +65,7 @@ class Training:
 
     `offload_optimizer` is the share of the optimizer that a plan may leave to the host, its states in the host's memory and
     its update on the host's processors; "auto" leaves the share to the plan (`OFFLOAD_STEPS`). A plan may always leave none.
+    With `offload_param` one that leaves all of it may keep its weights there too, from where every pass fetches them.
 
     Raises
     ------
@@ -88,6 +89,7 @@ class Training:
     expert_capacity: float | None = None
     pad_experts: bool = False
     offload_optimizer: float | Literal["auto"] = 0.0
+    offload_param: bool = False
 
     def __post_init__(self) -> None:
         faults = []
@@ -109,7 +111,7 @@ class Training:
             )
         faults += [
             f"workload.{name}={getattr(self, name)!r} must be true or false"
-            for name in ("fused_norm", "fp32_gradients", "pad_experts")
+            for name in ("fused_norm", "fp32_gradients", "pad_experts", "offload_param")
             if not isinstance(getattr(self, name), bool)
         ]
         for name, chosen, allowed in (
@@ -127,6 +129,8 @@ class Training:
         share = self.offload_optimizer
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             faults.append(f"workload.offload_optimizer={share!r} must be a share from 0 to 1, or auto")
+        elif self.offload_param is True and self.offload_shares[-1] < 1:
+            faults.append(f"workload.offload_param=True needs workload.offload_optimizer=1 or auto, not {share}")
         faults += self._capacity_faults()
         faults += self._lora_faults()
         if self.lengths is not None:
@@ -184,6 +188,7 @@ class Training:
         unused += [] if self.mtp_layers else ["mtp_layers"]
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
         unused += [] if self.offload_optimizer else ["offload_optimizer"]
+        unused += [] if self.offload_param else ["offload_param"]
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property

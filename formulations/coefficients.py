@@ -308,8 +308,8 @@ class CostTables:
         sharding = sharding_of(degrees)
         shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
         apart = tied_copy(self.instance, degrees.pp, schedule)
-        share = degrees.offload_optimizer
-        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart, share)
+        offload = degrees.offload_optimizer, degrees.offload_param
+        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart, offload)
         if key not in self._memory:
             self._memory[key] = self._memory_coefficients(degrees, apart=apart)
         return self._memory[key]

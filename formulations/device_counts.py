@@ -85,8 +85,9 @@ def arithmetic(tables: CostTables) -> Arithmetic:
         held += end
         for count, kind in zip(tables.kind_counts.tolist(), tables.kind_params(1, 1, 1), strict=True):
             held += kind * count
-    share = instance.workload.offload_shares[-1]  # what the host takes lies on no device
-    states: StateBytes = state_bytes(instance, held, Degrees(offload_optimizer=share))
+    workload = instance.workload  # what the host takes lies on no device
+    most = Degrees(offload_optimizer=workload.offload_shares[-1], offload_param=workload.offload_param)
+    states: StateBytes = state_bytes(instance, held, most)
     each = (states.weights / params, states.gradients / params, states.optimizer / params)
     return Arithmetic(params, *each, tables.capacity_mib * MIB, instance.profile.memory_reserve_bytes)
 

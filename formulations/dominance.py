@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.data.model import Attention
-from shardwise.formulations.candidates import context_algorithms, offload_shares
+from shardwise.formulations.candidates import context_algorithms, offloads
 from shardwise.formulations.layer_costs import Groups, context_terms
 from shardwise.formulations.layer_time import layer_time
 from shardwise.formulations.step_time import offload_is_slower, spans_of
@@ -47,11 +47,13 @@ def needless_offload(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     """(D4) Which rows of a grid have one with less on the host that is at least as fast, and before it in the tie order."""
     shape, tables = grid.shape, best.tables
     instance, out = tables.instance, np.zeros(len(grid), dtype=bool)
-    if not shape.offload_optimizer or instance.limits.recompute not in (None, "none"):
+    if not shape.offload_optimizer or shape.offload_param or instance.limits.recompute not in (None, "none"):
         return out
     if not offload_is_slower(instance):
         return out
-    smaller = [share for share in offload_shares(instance, shape.zero) if share < shape.offload_optimizer]
+    smaller = [
+        share for share, param in offloads(instance, shape.zero) if share < shape.offload_optimizer and not param
+    ]
     for row in np.nonzero(grid.pp == 1)[0].tolist():
         degrees = grid.degrees(row)
         out[row] = any(_fits_plainly(tables, replace(degrees, offload_optimizer=share)) for share in smaller)

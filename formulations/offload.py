@@ -15,6 +15,10 @@ With s the share of the optimizer on the host (`Degrees.offload_optimizer`), and
      efficiency. Nothing of it overlaps anything: Megatron has --overlap-cpu-optimizer-d2h-h2d for the copies, which is off,
      and DeepSpeed copies gradients during the backward pass, so both can be faster than this.
 
+(U4) with `Degrees.offload_param` the host holds the 2 bytes of every weight that ZeRO-3 shards too, frozen ones as they are
+     held, and the device none of them beside the layers that it gathers (M6). Each gather of a unit (J5) fetches this device's
+     shard from the host first, bytes / L, with every forward and every backward pass; both are hidden as gathers are.
+
 e = HOST_ADAM_EFFICIENCY is pinned to the optimizer that DeepSpeed wrote for this, in Ren et al., arXiv 2101.06840, table 4: 0.22,
 1.03 and 2.57 s for 1, 4 and 10 billion parameters on a DGX-2, whose two sockets of six channels of DDR4-2666 have 256 GB/s
 nominally: 0.53, 0.46 and 0.46. PyTorch's own of that time reaches 0.08 there (14.76 s); Megatron takes PyTorch's fused one.
@@ -47,11 +51,16 @@ def host_capacity_bytes(instance: Instance) -> float:
     return HOST_USABLE * instance.host.memory_bytes
 
 
-def host_rates_s(instance: Instance) -> tuple[float, float]:
-    """(U3) Seconds per parameter of the copies and of the update, for s = 1; the cluster's host is known."""
-    host, link = instance.host, instance.accelerator.host_link_bytes_per_s
+def host_copy_s(instance: Instance) -> float:
+    """1 / L, seconds per byte; the cluster's host is known."""
+    link = instance.accelerator.host_link_bytes_per_s
     assert link is not None
+    return 1 / min(link, instance.host.bandwidth_bytes_per_s)
+
+
+def host_rates_s(instance: Instance) -> tuple[float, float]:
+    """(U3) Seconds per parameter of the copies and of the update, for s = 1."""
     copied = instance.profile.gradient_bytes + HOST_WEIGHT_BYTES
     touched = 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + HOST_GRADIENT_BYTES + HOST_WEIGHT_BYTES
-    rate = host.bandwidth_bytes_per_s
-    return copied / min(link, rate), touched / (HOST_ADAM_EFFICIENCY * rate)
+    rate = instance.host.bandwidth_bytes_per_s
+    return copied * host_copy_s(instance), touched / (HOST_ADAM_EFFICIENCY * rate)

@@ -41,7 +41,7 @@ from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
 from shardwise.formulations.layer_time import larger
 from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES, KindParams
-from shardwise.formulations.offload import host_rates_s
+from shardwise.formulations.offload import host_copy_s, host_rates_s
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Link
@@ -167,7 +167,8 @@ def unit_times_s(
 
     ZeRO-3 gathers 16-bit weights before each pass (`end`: the embedding and the head, in FSDP's root, once) and
     reduce-scatters gradients after the backward one (Zhao et al., arXiv 2304.11277, section 3.2); ZeRO-2 only the
-    latter. Frozen weights are gathered as they are held. Experts move among the ranks that hold the same ones.
+    latter. Frozen weights are gathered as they are held. Experts move among the ranks that hold the same ones. What the
+    host has of the weights comes from there first (offload, U4).
     """
     if not gathers_each_pass(degrees.zero, degrees.pp):
         return 0.0, 0.0
@@ -175,12 +176,14 @@ def unit_times_s(
     dense, _ = split_spans(spans_of(group_of(placement.dp, placement.cp), levels), degrees.cp * degrees.dp_shard)
     stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
     _, same = split_spans(stage, degrees.ep * degrees.etp)
+    fetch_s = host_copy_s(instance) if degrees.offload_param else 0.0
     forward = backward = 0.0
-    for count, frozen, spans in (
-        (params.dense, params.frozen, dense),
-        (params.expert, params.frozen_expert, same),
+    for count, frozen, spans, shard in (
+        (params.dense, params.frozen, dense, degrees.cp * degrees.dp_shard),
+        (params.expert, params.frozen_expert, same, degrees.expert_dp_shard),
     ):
         gather = collective_time_s(accelerator, "all_gather", WEIGHT_BYTES * count + frozen, spans)
+        gather += fetch_s * (WEIGHT_BYTES * count + frozen) / shard
         reduce = collective_time_s(accelerator, "reduce_scatter", instance.profile.reduce_bytes * count, spans)
         forward += gather if degrees.zero == 3 else 0.0
         backward += reduce + (gather if degrees.zero == 3 and not end else 0.0)

@@ -48,6 +48,7 @@ from shardwise.solver.cli_workload import (
     ModelArgument,
     MtpOption,
     OffloadOption,
+    OffloadParamOption,
     OptimizerOption,
     PadOption,
     PrecisionOption,
@@ -177,6 +178,7 @@ def plan_training(
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
     offload_optimizer: OffloadOption = None,
+    offload_param: OffloadParamOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -225,7 +227,7 @@ def plan_training(
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
         | routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
-        | offload_fields(offload_optimizer)
+        | offload_fields(offload_optimizer, offload_param)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -322,6 +324,7 @@ def evaluate_command(
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
     offload_optimizer: OffloadOption = None,
+    offload_param: OffloadParamOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -397,7 +400,7 @@ def evaluate_command(
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
     workload |= routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
-    workload |= offload_fields(offload_optimizer)
+    workload |= offload_fields(offload_optimizer, offload_param)
     if plan is None and offload_optimizer == "auto":
         raise InputError("--offload-optimizer auto: a plan made of degrees has one share; give a number from 0 to 1")
     packs = given(rules=rules, profile=profile)

@@ -63,6 +63,13 @@ OffloadOption = Annotated[
         "--offload-optimizer", metavar="SHARE|auto", help="Share of the optimizer that a plan may leave to the host."
     ),
 ]
+OffloadParamOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--offload-param/--no-offload-param",
+        help="A plan may leave its ZeRO-3 weights to the host too; needs --offload-optimizer.",
+    ),
+]
 LengthsOption = Annotated[
     str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
 ]
@@ -100,14 +107,15 @@ def routing_fields(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def offload_fields(offload_optimizer: str | None) -> dict[str, Any]:
-    """What the option says of the host, as a field of the workload; what is no number is told there."""
+def offload_fields(offload_optimizer: str | None, offload_param: bool | None) -> dict[str, Any]:
+    """What the options say of the host, as fields of the workload; what is no number is told there."""
+    fields: dict[str, Any] = {} if offload_param is None else {"offload_param": offload_param}
     if offload_optimizer is None:
-        return {}
+        return fields
     try:
-        return {"offload_optimizer": float(offload_optimizer)}
+        return fields | {"offload_optimizer": float(offload_optimizer)}
     except ValueError:
-        return {"offload_optimizer": offload_optimizer}
+        return fields | {"offload_optimizer": offload_optimizer}
 
 
 def training(fields: dict[str, Any]) -> Any:

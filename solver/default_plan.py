@@ -36,6 +36,7 @@ def degrees_from(
     dp_replicate: int = 1,
     cp_comm_type: CpCommType | None = None,
     offload_optimizer: float | None = None,
+    offload_param: bool | None = None,
 ) -> Degrees:
     """Degrees with what is not given filled in, as the rule pack has it.
 
@@ -53,6 +54,8 @@ def degrees_from(
         Without it, the first of the pack's algorithms that takes the model and the sequence.
     offload_optimizer
         Without it, the share that the workload names; none where it leaves that to the plan.
+    offload_param
+        Without it, as the workload allows.
 
     Raises
     ------
@@ -77,7 +80,7 @@ def degrees_from(
             offload_optimizer = 0.0 if allowed == "auto" else float(allowed)
         return Degrees(
             tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type,
-            offload_optimizer,
+            offload_optimizer, instance.workload.offload_param if offload_param is None else offload_param,
         )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None

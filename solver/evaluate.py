@@ -406,6 +406,8 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
             f"plan.degrees.offload_optimizer={share:g} is not one of {', '.join(f'{one:g}' for one in allowed)}, which the "
             "workload's offload_optimizer allows"
         )
+    if plan.degrees.offload_param and not instance.workload.offload_param:
+        faults.append("plan.degrees.offload_param=true, which the workload's offload_param does not allow")
     if plan.schedule == "dualpipe" and plan.degrees.pp % 2:
         faults.append(f"schedule=dualpipe needs an even pp, not {plan.degrees.pp}")
     if len(plan.placement.blocks) != len(instance.levels):

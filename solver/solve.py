@@ -338,7 +338,9 @@ def _bound_s(search: Search, closed: bool) -> float:
 
 def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
     """The finite set of plans that "optimal" and "bound" speak of, in words and numbers."""
-    rules = instance.rules
+    rules, workload = instance.rules, instance.workload
+    hosts: dict[str, Any] = {"offload_optimizer": list(workload.offload_shares)} if workload.offload_optimizer else {}
+    hosts |= {"offload_param": True} if workload.offload_param else {}
     return {
         "model": instance.model.name,
         "layers": len(instance.model.layers),
@@ -348,9 +350,7 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
         "profile": instance.profile.name,
         "schedules": [name for name in rules.schedules if instance.limits.schedule in (None, name)],
         "zero_stages": list(rules.zero_stages),
-        **(
-            {"offload_optimizer": list(instance.workload.offload_shares)} if instance.workload.offload_optimizer else {}
-        ),
+        **hosts,
         "cp_comm_types": [name for name in rules.context if instance.limits.cp_comm_type in (None, name)],
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,

@@ -64,6 +64,7 @@ MEANING = {
     "dp_replicate": "whole copies among the replicas (HSDP)",
     "sequence_parallel": "activations between the split layers split too",
     "offload_optimizer": "share of the optimizer on the host",
+    "offload_param": "sharded weights on the host",
 }
 
 

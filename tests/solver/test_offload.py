@@ -25,6 +25,7 @@ from shardwise.data.plan import Degrees, Plan
 from shardwise.data.workload import Training
 from shardwise.formulations.objective import idle_watts, relative_watts
 from shardwise.formulations.offload import host_rates_s
+from shardwise.formulations.step_time import unit_times_s
 from shardwise.solver.cli import app
 from shardwise.solver.default_plan import degrees_from, plan_from_degrees
 from shardwise.solver.evaluate import cost_tables, evaluate, stage_params
@@ -35,7 +36,13 @@ from shardwise.solver.solve import build_instance, solve
 
 MIB = 2**20
 DOCS = Path(__file__).parents[2] / "docs"
-OFFLOADS = ({"offload_optimizer": 1.0}, {"offload_optimizer": 0.5}, {"offload_optimizer": "auto"})
+OFFLOADS: tuple[dict[str, Any], ...] = (
+    {"offload_optimizer": 1.0},
+    {"offload_optimizer": 0.5},
+    {"offload_optimizer": "auto"},
+    {"offload_optimizer": 1.0, "offload_param": True},
+    {"offload_optimizer": 1.0, "offload_param": True},
+)
 
 
 def offloading(share: float | str, **more: object) -> Instance:
@@ -82,6 +89,73 @@ def test_the_step_waits_for_the_copies_and_for_the_host(share: float) -> None:
     later = found.parts.optimizer - before.parts.optimizer
     assert found.step_time_s == pytest.approx(before.step_time_s + later, rel=1e-12)
     assert simulate(instance, plan).tails[0].optimizer_s == found.parts.optimizer
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_weights_on_the_host_leave_the_device_and_come_back_with_every_pass(replicas: int) -> None:
+    """16-bit weights of one device's shard over 32 GB/s, of a layer twice a micro-batch and of the ends once and a half."""
+    workload = Training(1024, 8, offload_optimizer=1.0, offload_param=True)
+    instance = instance_of(llama(4), rules="deepspeed", workload=workload)
+    there, here = (
+        plan_from_degrees(instance, degrees_from(instance, dp=replicas, zero=3, offload_param=param))
+        for param in (True, False)
+    )
+    one, other = evaluate(instance, there), evaluate(instance, here)
+    assert one.legal
+    params = stage_params(cost_tables(instance), there, 0).total
+    assert one.stages[0].weights == 0
+    assert other.stages[0].weights == 2 * params / replicas
+    assert one.host is not None
+    assert one.host.stages[0] == pytest.approx((16 + 2) * params / replicas)
+    largest = cost_tables(instance).kind_params(1)[0].total
+    assert one.stages[0].gather_buffers == 8 * largest
+    assert other.stages[0].gather_buffers == (8 * largest if replicas > 1 else 0)
+    placed = there.placement
+    fetched = 2 * largest / replicas / 32e9
+    for end in (False, True):
+        with_host, without = (
+            unit_times_s(instance, plan.degrees, placed, cost_tables(instance).kind_params(1)[0], end=end)
+            for plan in (there, here)
+        )
+        assert with_host[0] - without[0] == pytest.approx(fetched)
+        assert with_host[1] - without[1] == pytest.approx(0 if end else fetched)
+    assert one.step_time_s > other.step_time_s
+    assert one.parts.weight_gather > other.parts.weight_gather
+
+
+def test_weights_on_the_host_are_refused_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"offload_param=True needs workload\.offload_optimizer=1 or auto"):
+        Training(1024, 8, offload_optimizer=0.5, offload_param=True)
+    allowed = Training(1024, 8, offload_optimizer="auto", offload_param=True)
+    with pytest.raises(InputError, match=r"workload\.offload_param=true: megatron-core has no weights on the host"):
+        instance_of(workload=allowed)
+    for rules, said, fault in (
+        ("deepspeed", {"zero": 2, "offload_optimizer": 1.0}, "needs zero=3 and offload_optimizer=1"),
+        ("deepspeed", {"zero": 3, "offload_optimizer": 0.5}, "needs zero=3 and offload_optimizer=1"),
+        ("free", {"zero": 3, "pp": 2, "offload_optimizer": 1.0}, "needs pp=1, not pp=2"),
+    ):
+        instance = instance_of(llama(), rules=rules, workload=allowed)
+        degrees: dict[str, Any] = {**said, "offload_param": True}
+        plan = plan_from_degrees(instance, degrees_from(instance, **degrees))
+        assert [one for one in evaluate(instance, plan).faults if fault in one]
+    plain = instance_of(llama(), rules="deepspeed", workload=Training(1024, 8, offload_optimizer=1.0))
+    kept = plan_from_degrees(plain, degrees_from(plain, zero=3, offload_param=True))
+    with pytest.raises(InputError, match="which the workload's offload_param does not allow"):
+        evaluate(plain, kept)
+
+
+def test_one_device_trains_what_only_its_host_holds() -> None:
+    """With its weights on the device too nothing fits, whatever the share of the optimizer."""
+    workload = Training(1024, 8, offload_optimizer="auto", offload_param=True)
+    limits = ("zero=3",)
+    roomy = instance_of(
+        llama(8, 2048), (1,), rules="deepspeed", workload=workload, limits=limits, memory_bytes=int(8e9)
+    )
+    result = solve(instance=roomy, workers=1)
+    assert result.plan is not None
+    assert result.plan.degrees.offload_param
+    less = replace(roomy, workload=Training(1024, 8, offload_optimizer="auto"))
+    assert solve(instance=less, workers=1).status == "INFEASIBLE"
 
 
 def test_copies_are_no_faster_than_the_memory_of_the_host() -> None:

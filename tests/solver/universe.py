@@ -262,6 +262,7 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"expert_capacity": 0.7, "pad_experts": True},
     {"offload_optimizer": 0.5},
     {"offload_optimizer": 1.0},
+    {"offload_optimizer": 1.0, "offload_param": True},
 )
 """Adapters, packing, multi-token prediction, capacity and the optimizer on the host, each in one instance of a few."""
 
@@ -292,6 +293,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
         if not mtp_faults(load_rules(name), model, workload.mtp_layers)
         and not capacity_faults(load_rules(name), model, workload)
         and (not workload.offload_optimizer or name not in ("torchtitan", "accelerate"))
+        and (not workload.offload_param or name in ("deepspeed", "free"))
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
@@ -504,13 +506,13 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                 ):
                     if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
-                    if not may_shard(instance, zero, tp, cp, pp, dp):
-                        continue
                     degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, cp_comm_type=algorithm)
                     if not within_limits(instance, degrees):
                         continue
-                    for share in shares_of_host(instance, zero):
-                        yield replace(degrees, offload_optimizer=share), batch // (micro_batch * dp)
+                    for share, param in on_the_host(instance, zero):
+                        if may_shard(instance, zero, tp, cp, pp, dp, param=param):
+                            own = replace(degrees, offload_optimizer=share, offload_param=param)
+                            yield own, batch // (micro_batch * dp)
 
 
 def shards_sequence(instance: Instance, tp: int, cp: int) -> bool:
@@ -525,10 +527,13 @@ def needs_shards(instance: Instance, tp: int) -> bool:
     return tp > 1 and pack_of(instance) in ("megatron-core", "mindspeed") and has_experts(instance)
 
 
-def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int) -> bool:
-    """The rows of docs/rules.md on ZeRO; with nothing to share stages 2 and 3 are 1 or 0 again."""
+def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int, *, param: bool) -> bool:
+    """The rows of docs/rules.md on ZeRO; with nothing to share stages 2 and 3 are 1 or 0 again, unless the host has the
+    weights (`param`), which takes no pipeline."""
     replicas = cp * dp > 1
-    if zero > 1 and not replicas:
+    if param and pp > 1:
+        return False
+    if zero > 1 and not replicas and not param:
         return False
     match pack_of(instance):
         case "torchtitan":
@@ -541,8 +546,9 @@ def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int)
             return zero <= 1 or pp == 1
 
 
-def shares_of_host(instance: Instance, zero: int) -> list[float]:
-    """The rows of docs/rules.md on the optimizer on the host: no share of it, or those that the workload allows."""
+def on_the_host(instance: Instance, zero: int) -> list[tuple[float, bool]]:
+    """The rows of docs/rules.md on the host: no share of the optimizer, or those that the workload allows; with all of it
+    the weights too."""
     asked = instance.workload.offload_optimizer
     some = [0.25, 0.5, 0.75, 1.0] if asked == "auto" else [asked] if asked else []
     match pack_of(instance):
@@ -550,7 +556,8 @@ def shares_of_host(instance: Instance, zero: int) -> list[float]:
             some = some if zero == 1 else []
         case "deepspeed":
             some = [share for share in some if zero == 3 or (zero > 0 and share == 1)]
-    return [0.0, *some]
+    weights = instance.workload.offload_param and zero == 3 and 1.0 in some
+    return [(share, False) for share in (0.0, *some)] + ([(1.0, True)] if weights else [])
 
 
 def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -809,15 +816,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
     return (
         (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
         (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
-        (
-            d.micro_batch,
-            (1, 0, 2, 3).index(d.zero),
-            d.offload_optimizer,
-            -int(d.sequence_parallel),
-            d.ep,
-            d.etp,
-            d.dp_replicate,
-        ),
+        (d.micro_batch, (1, 0, 2, 3).index(d.zero), d.offload_optimizer, d.offload_param),
+        (-int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),
         place.rank_order == "tp-pp-dp",
