@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_universe import agrees, value_of
 from typer.testing import CliRunner
-from universe import admitted, examples, instance_of, instances, llama, model_of
+from universe import INFINIBAND, NVLINK, admitted, examples, instance_of, instances, llama, model_of, plans
 
 from shardwise.data.cluster import Accelerator, Cluster, Domain, Host, Link
 from shardwise.data.cluster_file import parse_cluster_toml, write_cluster_toml
@@ -244,6 +244,39 @@ def test_a_host_that_is_full_sends_layers_elsewhere(prune: bool) -> None:
     needed = 2 * 2810 * MIB / 0.9
     assert solved(needed + 2 * MIB) == ((6, 6), 1.0)
     assert solved(needed - 2 * MIB) == ((5, 7), 0.0)
+
+
+@examples(20)
+@given(
+    st.sampled_from(("deepspeed", "free")),
+    st.sampled_from(((1,), (2,), (4,), (2, 2))),
+    st.sampled_from((1, 4, 12)),
+    st.sampled_from(("zero>=1", "zero=3", "tp<=2")),
+    st.sampled_from((0.0, 0.1, 0.4)),
+    st.booleans(),
+)
+def test_exhaustive_search_and_the_solver_agree_with_weights_on_the_host(
+    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, prune: bool
+) -> None:
+    """The memory is what some plan with its weights on the host needs, so that few plans without fit."""
+    limits = ("pp<=2", "vpp=1", "micro_batch<=2", "cp<=2", "tp<=2", limit)
+    workload = Training(1024, batch, offload_optimizer=1.0, offload_param=True)
+
+    def built(memory_bytes: int) -> Instance:
+        return instance_of(
+            llama(3), sizes, (NVLINK, INFINIBAND)[: len(sizes)], rules=rules, workload=workload, limits=limits,
+            memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+    roomy = built(2**45)
+    needs = sorted(max(evaluate(roomy, one).memory_mib) for one in plans(roomy) if one.degrees.offload_param)
+    assert needs
+    instance = built(needs[int(rank * (len(needs) - 1))] * MIB)
+    result = solve(instance=instance, workers=1, prune=prune or sizes != (1,))
+    agrees(instance, result, admitted(instance, result.report["unit_s"]))
+    if rank == 0:
+        assert result.plan is not None
+        assert result.plan.degrees.offload_param
 
 
 def test_nothing_goes_to_the_host_where_all_fits_without() -> None:
