@@ -39,7 +39,7 @@ from shardwise.solver.validate import GB, memory_of, sweep_key
 if TYPE_CHECKING:
     from shardwise.data.profile import Profile
 
-ASSUMED = ("cp_comm_exposed", "ep_comm_exposed", "p2p_exposed_interleaved", "step_overhead_s")
+ASSUMED = ("cp_comm_exposed", "ep_comm_exposed", "p2p_exposed_interleaved", "step_overhead_s", "sync_contention")
 """Bounded assumptions: fitting them to all sources does not lower the leave-one-source-out error. A generation may
 still have its own."""
 MOVED = 0.05

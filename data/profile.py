@@ -27,8 +27,9 @@ class Profile:
         Host time per kernel launch; what each collective of tensor parallelism waits per further rank.
     tp_comm_exposed, cp_comm_exposed, ep_comm_exposed, p2p_exposed, p2p_exposed_interleaved
         Share of the collectives of an axis that no computation hides.
-    dp_comm_floor, dp_comm_overlap
-        Share of gradient and weight traffic that always shows; share of the passes beside it that can hide it.
+    dp_comm_floor, dp_comm_overlap, sync_contention
+        Share of gradient and weight traffic that always shows; share of the passes beside it that can hide it; growth of
+        the sync at the end of a step per doubling of the nodes that it crosses beyond 8.
     recompute_overlap, step_overhead_s, straggler
         Share of recomputation that is hidden; fixed seconds a step; growth of every pass per doubling of devices.
     memory_activations, memory_fragmentation, memory_reserve_bytes
@@ -54,6 +55,7 @@ class Profile:
     ep_comm_exposed: float
     dp_comm_floor: float
     dp_comm_overlap: float
+    sync_contention: float
     p2p_exposed: float
     p2p_exposed_interleaved: float
     recompute_overlap: float

@@ -160,8 +160,8 @@ class BestCase:
                 min(rate.communication_s for rate in found),
                 min(rate.optimizer_s for rate in found),
                 min(rate.frozen_s for rate in found),
-                min(rate.copied_s for rate in found),
-                min(rate.host_s for rate in found),
+                copied_s=min(rate.copied_s for rate in found),
+                host_s=min(rate.host_s for rate in found),
             )
         return self.rates[key]
 

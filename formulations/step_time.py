@@ -11,7 +11,8 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
      L_j = max(0, 1 - p2p_exposed) hop_j, delays the other stage only.
 (T3) end_k of stage k: the timeline of the schedule (timeline, E1-E3).
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
-     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer;
+     X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer. All groups of ranks send at once
+     then, and what crosses N > 8 nodes takes 1 + sync_contention log2(N / 8) times as long as a collective alone;
      frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline. What the host has of the
      optimizer is copied and updated there in turn (offload, U3)
 (T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
@@ -29,12 +30,13 @@ al., arXiv 2104.04473, section 2.2); for uneven ones it is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.data.efficiency import SCALE_UP_KINDS
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
 from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
 from shardwise.formulations.kernels import memory_bound_time_s
@@ -56,6 +58,9 @@ GRADIENT_PASS_BYTES = 18
 
 P2P_LAUNCHES = 10
 
+UNCROWDED_NODES = 8
+"""Runs on up to this many nodes sync their gradients as fast as a collective alone; on more of them they do not."""
+
 BUCKET_RANKS = 40
 """Buckets grow beyond this many ranks: max(40 million, one million per rank) elements (Megatron
 core/distributed/distributed_data_parallel.py)."""
@@ -68,12 +73,14 @@ def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class SyncRates:
-    """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights; `optimizer_s` is what the device
-    computes, `copied_s` and `host_s` are (U3)."""
+    """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights; `crowded_s` is what
+    `communication_s` has for each unit of `sync_contention`; `optimizer_s` is what the device computes, `copied_s` and
+    `host_s` are (U3)."""
 
     communication_s: float
     optimizer_s: float
     frozen_s: float = 0.0
+    crowded_s: float = 0.0
     copied_s: float = 0.0
     host_s: float = 0.0
 
@@ -87,6 +94,11 @@ def params_sync_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> fl
     """(T4) Communication at the end of a step, of what one device holds."""
     trained = dense.communication_s * params.dense + expert.communication_s * params.expert
     return trained + (dense.frozen_s * params.frozen + expert.frozen_s * params.frozen_expert)
+
+
+def params_crowded_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
+    """(T4) What `params_sync_s` has for each unit of `sync_contention`."""
+    return dense.crowded_s * params.dense + expert.crowded_s * params.expert
 
 
 def params_optimizer_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
@@ -132,10 +144,12 @@ def sync_rates(
             communication += reduce_bytes * rate / shard
     owned = shard if zero >= 1 else 1
     rate = memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, offload), launches=0) / 1e9
+    crowded = communication * crowding(dp_spans)
+    found = SyncRates(communication + profile.sync_contention * crowded, rate / owned, frozen, crowded)
     if not offload:
-        return SyncRates(communication, rate / owned, frozen)
+        return found
     copied, updated = (offload * seconds / owned for seconds in host_rates_s(instance))
-    return SyncRates(communication, rate / owned, frozen, copied, updated)
+    return replace(found, copied_s=copied, host_s=updated)
 
 
 def _updated_bytes(instance: Instance, offload: float) -> float:
@@ -152,6 +166,12 @@ def offload_is_slower(instance: Instance) -> bool:
         for share in (0.0, 1.0)
     )
     return sum(host_rates_s(instance)) >= here - there
+
+
+def crowding(spans: Spans) -> float:
+    """(T4) Doublings of the nodes of a group, beyond those that do not crowd each other."""
+    nodes = prod(members for members, link in spans if link.kind not in SCALE_UP_KINDS)
+    return max(0.0, log2(nodes / UNCROWDED_NODES))
 
 
 def gathers_each_pass(zero: int, pp: Number) -> Number:

@@ -30,6 +30,7 @@ from shardwise.formulations.step_time import (
     exchange_time_s,
     hop_times_s,
     lag_time_s,
+    params_crowded_s,
     params_optimizer_s,
     params_sync_s,
     tied_sync_s,
@@ -70,6 +71,7 @@ class PlanTable:
 
     terms: LayerTerms
     sync: Floats
+    crowded: Floats
     optimizer: Floats
     gather_forward: Floats
     gather_backward: Floats
@@ -162,6 +164,7 @@ class _Units:
 
     terms: Floats
     sync: Floats
+    crowded: Floats
     optimizer: Floats
     gather_forward: Floats
     gather_backward: Floats
@@ -198,9 +201,12 @@ class UnitTimes:
         gathers = np.array(
             [unit_times_s(instance, degrees, placement, unit, end=i >= layers) for i, unit in enumerate(params)]
         )
+        crowded = np.array([params_crowded_s(dense, expert, unit) for unit in params])
+        contended = np.array([params_sync_s(dense, expert, unit) for unit in params])
         return _Units(
             np.array(terms),
-            np.array([params_sync_s(dense, expert, unit) for unit in params]),
+            contended - instance.profile.sync_contention * crowded,
+            crowded,
             np.array([params_optimizer_s(dense, expert, unit) for unit in params]),
             gathers[:, 0],
             gathers[:, 1],
@@ -241,6 +247,7 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     return PlanTable(
         terms=LayerTerms(*(terms[:, :, index] for index in range(len(TERMS)))),
         sync=by_unit("sync"),
+        crowded=by_unit("crowded"),
         optimizer=by_unit("optimizer"),
         gather_forward=by_unit("gather_forward"),
         gather_backward=by_unit("gather_backward"),
@@ -273,15 +280,16 @@ def _unit_coefficients(table: PlanTable, profile: Profile) -> TimeCoefficients:
     time = layer_time(t.terms, profile, t.tp)
     forward = (time.forward_s + exposed(t.gather_forward, time.forward_s, profile)) * scale
     backward = (time.backward_s + exposed(t.gather_backward, time.backward_s, profile)) * scale
-    hidden = np.where(t.sync > 0, profile.dp_comm_overlap * (forward + backward), 0.0)
+    sync = t.sync + profile.sync_contention * t.crowded
+    hidden = np.where(sync > 0, profile.dp_comm_overlap * (forward + backward), 0.0)
     return TimeCoefficients(
         forward=forward,
         backward=backward,
         weight=np.minimum(weight_gradient_s(t.terms, profile) * scale, backward),
         selective=time.selective_s * scale,
         full=time.full_s * scale,
-        tail_floor=profile.dp_comm_floor * t.sync + t.optimizer,
-        tail_overlap=t.sync - hidden + t.optimizer,
+        tail_floor=profile.dp_comm_floor * sync + t.optimizer,
+        tail_overlap=sync - hidden + t.optimizer,
         sends=exchange_time_s(profile, t.hops, t.vpp),
         lags=lag_time_s(profile, t.hops, t.vpp),
         tied=0.0,

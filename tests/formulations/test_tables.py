@@ -100,6 +100,23 @@ def test_tables_agree_with_evaluate(case: tuple[Instance, list[Plan]]) -> None:
         assert sum(parts.values()) == pytest.approx(evaluation.step_time_s, rel=1e-9)
 
 
+def test_sync_that_crosses_more_than_eight_nodes_takes_longer_by_each_doubling() -> None:
+    quiet = replace(load_profile("megatron-core"), sync_contention=0.0)
+    for nodes, doublings in ((4, 0), (8, 0), (16, 1), (32, 2)):
+        seconds = []
+        for profile in (quiet, replace(quiet, sync_contention=0.5)):
+            instance = Instance(
+                load_model("llama-3.1-8b"), load_cluster(f"dgx-h100:{nodes}"), Training(4096, 64), rules=FREE,
+                profile=profile,
+            )  # fmt: skip
+            tables = CostTables(instance)
+            seconds.append(tables.sync_rates((1, nodes), 1).communication_s)
+            plan = plan_from_degrees(instance, degrees_from(instance, tp=8, dp=nodes))
+            table = plan_table([(UnitTimes(tables), plan)])
+            assert step_times_s(table, profile)[0] == pytest.approx(evaluate(instance, plan).step_time_s, rel=1e-9)
+        assert seconds[1] == pytest.approx(seconds[0] * (1 + 0.5 * doublings))
+
+
 def test_more_of_an_axis_does_what_it_is_for() -> None:
     instance = Instance(
         load_model("qwen3-30b-a3b"), load_cluster("dgx-h100:4"), Training(4096, 64), rules=FREE,

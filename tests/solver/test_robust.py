@@ -100,7 +100,7 @@ def test_drawn_constants_stay_within_bounds_which_hold_the_value() -> None:
     bounds = profile_document(BASE)["constants"]
     odd = replace(load_profile("megatron-core"), gemm=9.0, dp_comm_overlap=1.0)
     drawn = drawn_constants(odd, 1000, 5.0, 1)
-    assert set(drawn) == set(TIME_WIDTHS)
+    assert set(drawn) == set(TIME_WIDTHS) - {"sync_contention"}
     for name, values in drawn.items():
         low, high = bounds[name]["bounds"]
         assert min(low, getattr(odd, name)) <= values.min() <= values.max() <= max(high, getattr(odd, name))

@@ -199,6 +199,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         tp_comm_exposed=draw(share),
         dp_comm_floor=draw(share),
         dp_comm_overlap=draw(share),
+        sync_contention=draw(st.sampled_from((0.0, 2.0))),
         p2p_exposed=draw(share),
         p2p_exposed_interleaved=draw(share),
         gemm=draw(st.sampled_from((0.2, 1.0, 3.0))),
