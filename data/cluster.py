@@ -89,6 +89,26 @@ class Accelerator:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """The memory beside the processors of one node, which its accelerators share: bytes, and bytes per second."""
+
+    memory_bytes: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"host.{name}={value} must be positive and finite"
+            for name, value in (
+                ("memory_bytes", self.memory_bytes),
+                ("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s),
+            )
+            if not 0 < value < math.inf
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@dataclass(frozen=True, slots=True)
 class Domain:
     """A node of the tree: either `devices` of one `accelerator`, or `children`, joined by `link`."""
 
@@ -125,7 +145,8 @@ class Domain:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A tree of domains. `levels` and `capacity` are what the placement of a plan needs to know.
+    """A tree of domains. `levels` and `capacity` are what the placement of a plan needs to know. `host` is that of every
+    node, None where it is not known.
 
     Equal children are best one shared object: every property below visits a shared domain once.
     """
@@ -134,6 +155,7 @@ class Cluster:
     root: Domain
     source: str = ""
     assumed: tuple[str, ...] = ()
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.device_count > MAX_DEVICES:

@@ -15,12 +15,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.data.cluster import MAX_DEVICES, Accelerator, Cluster, Domain, Link
+from shardwise.data.cluster import MAX_DEVICES, Accelerator, Cluster, Domain, Host, Link
 from shardwise.data.faults import InputError
 
 Record = dict[str, Any]
 
 _NEEDED = ("memory_GiB", "memory_bandwidth_GBps", "tflops")
+_HOST = ("host_memory_GB", "host_memory_GBps")
 _NUMBERS = (*_NEEDED, "tdp_W", "idle_W", "scale_up_GBps", "host_link_GBps", "measured_tflops", "price_usd_per_hour")
 
 
@@ -57,6 +58,7 @@ class NodeFamily:
     levels: tuple[FamilyLevel, ...]
     source: str
     assumed: tuple[str, ...]
+    host: Host | None = None
 
     @property
     def max_nodes(self) -> int:
@@ -113,7 +115,7 @@ def family_cluster(family: NodeFamily, nodes: int | None = None, devices: int | 
         if len(members) > 1:
             members = _joined(members, level)
     of_each = "" if devices == family.devices_per_node else f" ({devices} devices each)"
-    return Cluster(f"{family.name}:{nodes}{of_each}", members[0], family.source, family.assumed)
+    return Cluster(f"{family.name}:{nodes}{of_each}", members[0], family.source, family.assumed, family.host)
 
 
 def list_clusters() -> tuple[str, ...]:
@@ -181,6 +183,7 @@ def load_family(name: str) -> NodeFamily:
         levels=tuple(FamilyLevel(level["name"], _link(level), level.get("size")) for level in record["levels"]),
         source=record["source"],
         assumed=tuple(f"{fact.name}={fact.value}: {fact.source}" for fact in facts if fact.assumed),
+        host=Host(*(record[field] * 1e9 for field in _HOST)) if _HOST[0] in record else None,
     )
 
 
@@ -231,6 +234,10 @@ def cluster_facts(name: str) -> tuple[Fact, ...]:
         for field in ("devices_per_node", "default_nodes")
         if field in record
     ]
+    for field in _HOST:
+        if field in record:
+            own = record["provenance"][field]
+            facts.append(Fact(f"{name}.{field}", record[field], own["source"], own["confidence"]))
     for level in record["levels"]:
         link = _network()["links"][level["link"]]
         latency = _network()["latencies"][link["latency"]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from shardwise.data.cluster import MAX_DEVICES, Accelerator, Cluster, Domain, Link
+from shardwise.data.cluster import MAX_DEVICES, Accelerator, Cluster, Domain, Host, Link
 from shardwise.data.cluster_catalog import (
     FamilyLevel,
     family_cluster,
@@ -141,7 +141,8 @@ class _Builder:
             cluster = self._of_family(form.family)
         else:
             root = self._root(form.groups or [])
-            cluster = None if root is None else self._named(root, self.name, form.source)
+            families = set().union(*map(_family_names, form.groups or []))
+            cluster = None if root is None else self._named(root, self.name, form.source, families)
         if cluster is None or self.faults:
             raise InputError(list(dict.fromkeys(self.faults)))
         return cluster
@@ -160,14 +161,28 @@ class _Builder:
             link = self._link(form.link, root.link, "link")
             root = Domain(root.name, root.level, link or root.link, children=root.children)
         self.assumed |= dict.fromkeys(cluster.assumed)
-        return self._named(root, form.name or cluster.name, form.source or cluster.source)
+        return self._named(root, form.name or cluster.name, form.source or cluster.source, {name})
 
-    def _named(self, root: Domain, name: str, source: str) -> Cluster | None:
+    def _named(self, root: Domain, name: str, source: str, families: set[str | None]) -> Cluster | None:
         try:
-            return Cluster(name, root, source, tuple(self.assumed))
+            return Cluster(name, root, source, tuple(self.assumed), self._host(families))
         except ValueError as error:
             self.faults.append(str(error))
             return None
+
+    def _host(self, families: set[str | None]) -> Host | None:
+        """The host of every node: what the file says, and the rest from the only node family."""
+        own = {load_family(name).host if name else None for name in families}
+        known = own.pop() if len(own) == 1 else None
+        memory, bandwidth = self.form.host_memory_GB, self.form.host_memory_GBps
+        if known is None and (memory is None) != (bandwidth is None):
+            self.faults.append("host_memory_GB and host_memory_GBps: give both, or a node family whose host is known")
+        if known is None and (memory is None or bandwidth is None):
+            return None
+        return Host(
+            known.memory_bytes if known and memory is None else _giga(memory or 0),
+            known.bandwidth_bytes_per_s if known and bandwidth is None else _giga(bandwidth or 0),
+        )
 
     def _read_accelerators(self) -> None:
         for index, form in enumerate(self.form.accelerators):
@@ -355,6 +370,10 @@ def write_cluster_toml(cluster: Cluster) -> str:
     lines = [f"name = {_text(cluster.name)}"]
     lines += [f"source = {_text(cluster.source)}"] if cluster.source else []
     lines += [f"assumed = [{', '.join(map(_text, cluster.assumed))}]"] if cluster.assumed else []
+    if cluster.host is not None:
+        sizes = (cluster.host.memory_bytes, cluster.host.bandwidth_bytes_per_s)
+        names_of = ("host_memory_GB", "host_memory_GBps")
+        lines += [f"{name} = {_stated(size, 1e9, _giga)}" for name, size in zip(names_of, sizes, strict=True)]
     for accelerator in own:
         lines += ["", "[[accelerators]]", *_accelerator_lines(accelerator)]
     for name, link in zip(names, links, strict=True):

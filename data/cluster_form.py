@@ -95,6 +95,12 @@ class ClusterForm(_Form):
     nodes: Count | None = Field(default=None, description="Nodes of the family.")
     devices: Count | None = Field(default=None, description="Free accelerators of each node of the family.")
     link: AnyLink | None = Field(default=None, description="What joins the outermost members.")
+    host_memory_GB: Positive | None = Field(
+        default=None, description="Memory of the host of each node, 10^9 bytes; that of the family without it."
+    )
+    host_memory_GBps: Positive | None = Field(
+        default=None, description="What the host's memory reads and writes, 10^9 bytes/s."
+    )
     accelerators: Annotated[list[AcceleratorForm], Field(max_length=100)] = []
     levels: Annotated[list[LevelForm], Field(min_length=1, max_length=MAX_LEVELS)] | None = Field(
         default=None, description="Innermost first."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardwise.data.cluster import Host
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults
+from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults, offload_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -72,9 +74,33 @@ class Instance:
             )
         faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
         faults += capacity_faults(self.rules, self.model, self.workload)
+        faults += self._offload_faults()
         faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)
+
+    def _offload_faults(self) -> list[str]:
+        """What is missing where the host may have a share of the optimizer."""
+        share = self.workload.offload_optimizer
+        if not share:
+            return []
+        if self.rules.offload == "none":
+            return [f"workload.{fault}" for fault in offload_faults(self.rules, 1, self.workload.offload_shares[-1])]
+        faults = []
+        if self.workload.offload_param:
+            faults += [f"workload.{fault}" for fault in offload_faults(self.rules, 3, 1.0, param=True)]
+        if self.cluster.host is None:
+            faults.append(
+                f"workload.offload_optimizer={share}: the host of cluster {self.cluster.name} is not known; state "
+                "host_memory_GB and host_memory_GBps in a cluster file (docs/clusters.md)"
+            )
+        faults += [
+            f"workload.offload_optimizer={share}: the link of {accelerator.name} to its host is not known; state "
+            "host_link_GBps under [[accelerators]] of a cluster file"
+            for accelerator in self.cluster.accelerators
+            if accelerator.host_link_bytes_per_s is None
+        ]
+        return faults
 
     @property
     def accelerator(self) -> Accelerator:
@@ -89,6 +115,13 @@ class Instance:
     def free_nodes(self, blocks: tuple[int, ...]) -> int:
         """Nodes that a placement with these `blocks` leaves free."""
         return len(self.cluster.leaves) - prod(blocks[1:])
+
+    @cached_property
+    def host(self) -> Host:
+        """The share of its node's host that each device has, where the host is known: all devices of a node have one."""
+        host, devices = self.cluster.host, max(leaf.devices for leaf in self.cluster.leaves)
+        assert host is not None
+        return Host(host.memory_bytes / devices, host.bandwidth_bytes_per_s / devices)
 
     @property
     def memory_limit_bytes(self) -> int:

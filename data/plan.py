@@ -52,6 +52,10 @@ class Degrees:
     ep, etp
         Experts are spread `ep` ways and each split `etp` ways within the tp x cp x dp ranks of a stage
         (Megatron core/parallel_state.py); an `etp` of 0 becomes tp, Megatron's default.
+    offload_optimizer
+        The share of the optimizer, states and update, that the host has (0 to 1).
+    offload_param
+        Whether the host has the sharded weights too (DeepSpeed's `offload_param`).
 
     Raises
     ------
@@ -72,6 +76,8 @@ class Degrees:
     etp: int = 0
     dp_replicate: int = 1
     cp_comm_type: CpCommType = "p2p"
+    offload_optimizer: float = 0.0
+    offload_param: bool = False
 
     def __post_init__(self) -> None:
         if self.etp == 0 and not isinstance(self.etp, bool):
@@ -87,8 +93,14 @@ class Degrees:
             faults.append(f"degrees.cp_comm_type={self.cp_comm_type!r} must be one of {', '.join(CP_COMM_TYPES)}")
         elif self.cp == 1:
             object.__setattr__(self, "cp_comm_type", "p2p")
-        if not isinstance(self.sequence_parallel, bool):
-            faults.append(f"degrees.sequence_parallel={self.sequence_parallel!r} must be true or false")
+        faults += [
+            f"degrees.{name}={getattr(self, name)!r} must be true or false"
+            for name in ("sequence_parallel", "offload_param")
+            if not isinstance(getattr(self, name), bool)
+        ]
+        share = self.offload_optimizer
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            faults.append(f"degrees.offload_optimizer={share!r} must be a share from 0 to 1")
         if not faults:
             if self.dp % self.dp_replicate:
                 faults.append(f"degrees.dp_replicate={self.dp_replicate} does not divide dp={self.dp}")
@@ -98,6 +110,10 @@ class Degrees:
                 )
         if faults:
             raise ValueError("; ".join(faults))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every degree, without offloading where there is none."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("offload") or value}
 
     @property
     def devices(self) -> int:
@@ -282,7 +298,7 @@ class Plan:
         document: dict[str, Any] = {
             "version": PLAN_VERSION,
             "kind": "training",
-            "degrees": asdict(self.degrees) | {"devices": self.degrees.devices},
+            "degrees": self.degrees.to_dict() | {"devices": self.degrees.devices},
             "schedule": self.schedule,
             "micro_batches": self.micro_batches,
             "stages": [

@@ -62,6 +62,9 @@ class Rules:
         With sequence and context parallelism each of the 2 cp pieces splits tp ways.
     expert_split
         What etp may be, if not everything that divides.
+    offload
+        Where the host can have a share of the optimizer: "any" with any ZeRO stage, with the "distributed" optimizer (stage
+        1), in "stages" 1 to 3, of which only 3 divides it, or in none.
     strict_dualpipe
         DualPipe-V takes neither tied embeddings nor context parallelism nor fewer layers than chunks.
     """
@@ -93,6 +96,7 @@ class Rules:
     joint_sequence: bool = False
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
+    offload: Literal["none", "any", "distributed", "stages"] = "none"
 
 
 MEGATRON_CORE = Rules(
@@ -109,6 +113,7 @@ MEGATRON_CORE = Rules(
     transformer_engine=True,
     mtp=True,
     capacity="any",
+    offload="distributed",
 )
 TORCHTITAN = Rules(
     name="torchtitan",
@@ -144,6 +149,7 @@ DEEPSPEED = Rules(
     zigzag=False,
     ulysses_kv="multiple",
     capacity="padded",
+    offload="stages",
 )
 ACCELERATE = Rules(
     name="accelerate",
@@ -190,6 +196,7 @@ FREE = Rules(
     ulysses_kv="multiple",
     mtp=True,
     capacity="any",
+    offload="any",
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -520,6 +527,37 @@ def sharding_faults(rules: Rules, zero: int, *, tp: int, cp: int, pp: int, dp: i
     return []
 
 
+def offload_faults(rules: Rules, zero: int, share: float, param: bool = False) -> list[str]:
+    """Which ZeRO stages can leave a share of the optimizer to the host, and their weights too (`param`).
+
+    Megatron wants its precision-aware optimizer, which is a distributed one (arguments.py, `optimizer_cpu_offload`;
+    MindSpeed-LLM checks the same). DeepSpeed has it in stages 1 to 3 and divides it in 3, where weights can follow all of it
+    (runtime/zero/offload_config.py).
+    """
+    if param and rules.offload not in ("any", "stages"):
+        return [f"offload_param=true: {rules.name} has no weights on the host"]
+    faults = _share_faults(rules, zero, share)
+    if param and not faults and (zero != 3 or share != 1):
+        faults.append(f"offload_param=true needs zero=3 and offload_optimizer=1, not zero={zero} and {share:g}")
+    return faults
+
+
+def _share_faults(rules: Rules, zero: int, share: float) -> list[str]:
+    if not share or rules.offload == "any":
+        return []
+    if rules.offload == "none":
+        return [f"offload_optimizer={share:g}: {rules.name} has no optimizer on the host without its weights there too"]
+    if rules.offload == "distributed" and zero != 1:
+        return [
+            f"offload_optimizer={share:g} needs zero=1, not zero={zero}: {rules.name} wants its distributed optimizer"
+        ]
+    if rules.offload == "stages" and zero == 0:
+        return [f"offload_optimizer={share:g} needs zero >= 1: {rules.name} offloads what it shards"]
+    if rules.offload == "stages" and zero < 3 and share < 1:
+        return [f"offload_optimizer={share:g} with zero={zero} must be 1: {rules.name} divides it in stage 3 only"]
+    return []
+
+
 def replica_faults(rules: Rules, degrees: Degrees) -> list[str]:
     """Which replicas may share a copy under ZeRO: groups that hold every expert equally often, and that are groups at all
     where the framework shards by FSDP (torchtitan configs.py L279; accelerate parallelism_config.py L311-345, L373-395)."""
@@ -590,6 +628,9 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     faults += schedule_faults(rules, model, plan.schedule, d.cp)
     faults += depth_faults(rules, len(model.layers), plan.schedule, d.pp)
     faults += sharding_faults(rules, d.zero, tp=d.tp, cp=d.cp, pp=d.pp, dp=d.dp)
+    faults += offload_faults(rules, d.zero, d.offload_optimizer, d.offload_param)
+    if d.offload_param and d.pp > 1:
+        faults.append(f"offload_param=true needs pp=1, not pp={d.pp}: in a pipeline weights stay gathered")
     faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan)
     faults += rank_faults(rules, plan.placement)

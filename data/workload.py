@@ -35,6 +35,9 @@ MAX_LENGTHS = 10_000
 MAX_IMBALANCE = 1000
 MAX_MTP = 64
 
+OFFLOAD_STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the optimizer on the host that "auto" stands for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -60,6 +63,10 @@ class Training:
 
     `mtp_layers` multi-token-prediction modules are trained behind the last layer, none where it is 0.
 
+    `offload_optimizer` is the share of the optimizer that a plan may leave to the host, its states in the host's memory and
+    its update on the host's processors; "auto" leaves the share to the plan (`OFFLOAD_STEPS`). A plan may always leave none.
+    With `offload_param` one that leaves all of it may keep its weights there too, from where every pass fetches them.
+
     Raises
     ------
     ValueError
@@ -81,6 +88,8 @@ class Training:
     mtp_layers: int = 0
     expert_capacity: float | None = None
     pad_experts: bool = False
+    offload_optimizer: float | Literal["auto"] = 0.0
+    offload_param: bool = False
 
     def __post_init__(self) -> None:
         faults = []
@@ -102,7 +111,7 @@ class Training:
             )
         faults += [
             f"workload.{name}={getattr(self, name)!r} must be true or false"
-            for name in ("fused_norm", "fp32_gradients", "pad_experts")
+            for name in ("fused_norm", "fp32_gradients", "pad_experts", "offload_param")
             if not isinstance(getattr(self, name), bool)
         ]
         for name, chosen, allowed in (
@@ -117,6 +126,11 @@ class Training:
         load = self.expert_imbalance
         if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= MAX_IMBALANCE:
             faults.append(f"workload.expert_imbalance={load!r} must be a number from 1 (balanced) to {MAX_IMBALANCE}")
+        share = self.offload_optimizer
+        if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
+            faults.append(f"workload.offload_optimizer={share!r} must be a share from 0 to 1, or auto")
+        elif self.offload_param is True and self.offload_shares[-1] < 1:
+            faults.append(f"workload.offload_param=True needs workload.offload_optimizer=1 or auto, not {share}")
         faults += self._capacity_faults()
         faults += self._lora_faults()
         if self.lengths is not None:
@@ -166,13 +180,15 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing, imbalance, multi-token prediction and capacity where there are
-        none."""
+        """The fields, without those of adapters, packing, imbalance, multi-token prediction, capacity and offloading where
+        there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
         unused += [] if self.mtp_layers else ["mtp_layers"]
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
+        unused += [] if self.offload_optimizer else ["offload_optimizer"]
+        unused += [] if self.offload_param else ["offload_param"]
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property
@@ -184,6 +200,13 @@ class Training:
     def frozen(self) -> bool:
         """Whether only adapters are trained."""
         return self.lora_rank is not None
+
+    @property
+    def offload_shares(self) -> tuple[float, ...]:
+        """The values of `Degrees.offload_optimizer` that a plan may have, ascending."""
+        return (
+            OFFLOAD_STEPS if self.offload_optimizer == "auto" else tuple(sorted({0.0, float(self.offload_optimizer)}))
+        )
 
     @property
     def documents(self) -> tuple[tuple[float, float], ...]:

@@ -4,7 +4,8 @@ With W the time of one micro-batch through all layers, embedding and head (forwa
 placement of every group assumed, m micro-batches, p stages, v chunks a stage, L layers, and t the fastest layer kind:
 
 (B1) memory: all stages together hold every layer's states and at least one micro-batch of fully recomputed activations,
-     so  sum of those + p * fixed <= p * capacity, or the candidate has no plan.
+     so  sum of those + p * fixed <= p * capacity, or the candidate has no plan. The host holds all that (U1) gives it of
+     all layers: it has no more than p times the share of a device either.
 (B2) work, v = 1, a schedule that drains (1F1B, eager 1F1B, GPipe): the path through stage k takes sum_{j<k} t_j + m t_k,
      t_j the time that stage j works on one micro-batch, transfers it waits for included, so any convex combination of
      the p paths bounds the step. The one that weights all stages alike has weight c = 1 / (1 - (1 - 1/m)^p) and gives
@@ -86,7 +87,7 @@ class BestCase:
     tables: CostTables
     placement_table: PlacementTable
     factors: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
-    rates: dict[tuple[int, int, bool], SyncRates] = field(default_factory=dict, compare=False, repr=False)
+    rates: dict[tuple[int, int, bool, float], SyncRates] = field(default_factory=dict, compare=False, repr=False)
     known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
     works: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
     ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
@@ -175,13 +176,13 @@ class BestCase:
             self.params[key] = sum((*layers, *ends), KindParams(0, 0))
         return self.params[key]
 
-    def sync_rates(self, members: int, zero: int, *, each_pass: bool) -> SyncRates | None:
+    def sync_rates(self, members: int, zero: int, *, each_pass: bool, offload: float = 0.0) -> SyncRates | None:
         """(B5) The least per parameter of gradient sync and of the optimizer, over places and numbers of replicas; None
         where the group fits nowhere."""
-        key = (members, zero, each_pass)
+        key = (members, zero, each_pass, offload)
         if key not in self.rates:
             found = [
-                self.tables.sync_rates(factors, zero, replicate, each_pass=each_pass)
+                self.tables.sync_rates(factors, zero, replicate, each_pass=each_pass, offload=offload)
                 for factors in self.group_factors(members)
                 for replicate in (divisors(members) if zero else [1])
             ]
@@ -191,6 +192,8 @@ class BestCase:
                 min(rate.communication_s for rate in found),
                 min(rate.optimizer_s for rate in found),
                 min(rate.frozen_s for rate in found),
+                copied_s=min(rate.copied_s for rate in found),
+                host_s=min(rate.host_s for rate in found),
             )
         return self.rates[key]
 
@@ -444,10 +447,10 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
             continue
         sync, optimizer = np.zeros(len(groups)), np.full(len(groups), np.inf)  # infinite where a group has no place
         for index, dp in enumerate(groups.tolist()):
-            dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass)
+            dense = best.sync_rates(shape.cp * dp, zero, each_pass=each_pass, offload=shape.offload_optimizer)
             expert, own = dense, shape.degrees(1, 1, dp, 1) if _divides(shape, dp) else None
             if own is not None and shape.sharding(1).spread:
-                expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass)
+                expert = best.sync_rates(own.expert_dp, zero, each_pass=each_pass, offload=shape.offload_optimizer)
             if dense is None or expert is None or own is None:
                 continue
             sync[index], optimizer[index] = (
@@ -463,7 +466,23 @@ def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:
 
 def memory_fits(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     """(B1) of every row."""
-    return least_memory(best, grid) <= best.tables.capacity_mib * MIB
+    fits = least_memory(best, grid) <= best.tables.capacity_mib * MIB
+    if grid.shape.offload_optimizer:
+        fits &= _host_bytes(best, grid) <= best.tables.host_capacity_mib * MIB
+    return fits
+
+
+def _host_bytes(best: BestCase, grid: Grid) -> Floats:
+    """(B1) Bytes that some device's share of the host holds at least."""
+    groups, at_group = grid.groups
+    held = best.all_params(grid.shape)
+    need = [
+        state_bytes(best.tables.instance, held, grid.shape.degrees(1, 1, dp, 1)).host
+        if _divides(grid.shape, dp)
+        else 0.0
+        for dp in groups.tolist()
+    ]
+    return np.asarray(np.array(need)[at_group] / grid.pp)
 
 
 def least_memory(best: BestCase, grid: Grid) -> Floats:

@@ -4,9 +4,11 @@
      each algorithm of the pack that its own checks do; ep over the divisors of the number of experts and etp over 1 and
      tp, with ep etp dividing tp cp dp and both as the pack allows; pp x vpp over the pipelines of at most L + 2 chunks,
      or 1 where the pack has none; dp over the divisors of the global batch B and micro_batch over those of B / dp; zero
-     over the pack's stages with the replicas and pipelines that it allows them, 2 and 3 only where cp dp > 1; sequence
-     parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The schedule is
-     one of the pack's that the pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
+     over the pack's stages with the replicas and pipelines that it allows them, 2 and 3 only where cp dp > 1 or the host
+     has the weights, which takes no pipeline; sequence
+     parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The host has a
+     share of the optimizer that the workload and the pack allow, or none. The schedule is one of the pack's that the
+     pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does
      not exceed the members there (`Cluster.capacity`), with the nodes kept free that a limit asks for. A pack with
@@ -40,6 +42,7 @@ from shardwise.data.rules import (
     expert_faults,
     expert_group_faults,
     is_linear,
+    offload_faults,
     pipeline_faults,
     replica_faults,
     schedule_faults,
@@ -77,6 +80,8 @@ class GridShape:
     zero: int
     schedule: str
     cp_comm_type: CpCommType
+    offload_optimizer: float = 0.0
+    offload_param: bool = False
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
@@ -96,6 +101,8 @@ class GridShape:
             ep=self.ep,
             etp=self.etp,
             cp_comm_type=self.cp_comm_type,
+            offload_optimizer=self.offload_optimizer,
+            offload_param=self.offload_param,
         )
 
 
@@ -166,17 +173,17 @@ class Candidate:
         return layout(self.schedule, self.degrees.pp, self.degrees.vpp)
 
     @cached_property
-    def tie_key(self) -> tuple[int, ...]:
+    def tie_key(self) -> tuple[float, ...]:
         """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as
         `CP_COMM_TYPES` lists them, fewer chunks, schedules as `SCHEDULES` does, smaller micro-batches, ZeRO-1 before 0,
-        2 and 3, sequence parallelism before none, experts spread less, fewer replicas, then the placement that packs
-        the inner levels fullest with the faster axes."""
+        2 and 3, less of the optimizer on the host, sequence parallelism before none, experts spread less, fewer replicas,
+        then the placement that packs the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
             d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.vpp, SCHEDULES.index(self.schedule),
-            d.micro_batch, ZERO_ORDER.index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
-            *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
+            d.micro_batch, ZERO_ORDER.index(d.zero), d.offload_optimizer, int(d.offload_param), -int(d.sequence_parallel),
+            d.ep, d.etp, d.dp_replicate, *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
 
@@ -232,16 +239,29 @@ def _grids(
         for (ep, etp), zero in product(expert_degrees(instance, tp, tp * cp * int(dp.max())), rules.zero_stages):
             if not limits.admits("zero", zero):
                 continue
-            chosen = np.ones(len(pp), dtype=bool)
+            legal = np.ones(len(pp), dtype=bool)
             if ep * etp != tp:
-                chosen &= tp * cp * dp % (ep * etp) == 0
-            if zero >= 2:
-                chosen &= cp * dp > 1
-            chosen &= _sharded(instance, zero, tp, cp, pp, dp)
-            if chosen.any():
-                rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
-                for algorithm in algorithms:
-                    yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, zero, schedule, algorithm), *rows)
+                legal &= tp * cp * dp % (ep * etp) == 0
+            legal &= _sharded(instance, zero, tp, cp, pp, dp)
+            for share, param in offloads(instance, zero):
+                chosen = legal
+                if param:
+                    chosen = legal & (pp == 1)
+                elif zero >= 2:
+                    chosen = legal & (cp * dp > 1)
+                if chosen.any():
+                    rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
+                    for algorithm in algorithms:
+                        own = (zero, schedule, algorithm, share, param)
+                        yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, *own), *rows)
+
+
+def offloads(instance: Instance, zero: int) -> list[tuple[float, bool]]:
+    """Shares of the optimizer on the host that the workload and the rules admit with a ZeRO stage, and whether the weights
+    are there too."""
+    workload, rules = instance.workload, instance.rules
+    every = product(workload.offload_shares, (False, True) if workload.offload_param else (False,))
+    return [(share, param) for share, param in every if not offload_faults(rules, zero, share, param)]
 
 
 def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_parallel: bool) -> list[str]:

@@ -41,6 +41,7 @@ from shardwise.formulations.memory import (
     tied_copy,
     transfer_buffer_bytes,
 )
+from shardwise.formulations.offload import host_capacity_bytes
 from shardwise.formulations.step_time import (
     SyncRates,
     exchange_time_s,
@@ -114,7 +115,8 @@ class TimeCoefficients:
 
 @dataclass(frozen=True)
 class MemoryCoefficients:
-    """(F2) MiB per layer and stage; activations per layer depend on the micro-batches in flight."""
+    """(F2) MiB per layer and stage; activations per layer depend on the micro-batches in flight. `host` is (U1) per kind, with
+    the embedding and the head behind them, of which a device has `host_capacity` (U2)."""
 
     state: tuple[int, ...]
     activations: tuple[ActivationBytes, ...]
@@ -123,6 +125,8 @@ class MemoryCoefficients:
     fixed: int
     working: int
     capacity: int
+    host: tuple[int, ...] = ()
+    host_capacity: int = 0
 
     def kept(self, kind: int, in_flight: int, mode: str) -> int:
         """MiB that `in_flight` micro-batches keep for one layer of `kind` under a recompute mode."""
@@ -147,7 +151,7 @@ class CostTables:
         self._compute: dict[Sharding, ShardTerms] = {}
         self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
         self._times: dict[tuple[Sharding, Groups], ShardTimes] = {}
-        self._rates: dict[tuple[tuple[int, ...], int, int, bool], SyncRates] = {}
+        self._rates: dict[tuple[tuple[int, ...], int, int, bool, float], SyncRates] = {}
         self._memory: dict[tuple[object, ...], MemoryCoefficients] = {}
         self._params: dict[tuple[int, int, int], tuple[KindParams, ...]] = {}
         self._activations: dict[Sharding, tuple[ActivationBytes, ...]] = {}
@@ -180,14 +184,20 @@ class CostTables:
         return self._times[key]
 
     def sync_rates(
-        self, dp_factors: tuple[int, ...], zero: int, dp_replicate: int = 1, *, each_pass: bool = False
+        self,
+        dp_factors: tuple[int, ...],
+        zero: int,
+        dp_replicate: int = 1,
+        *,
+        each_pass: bool = False,
+        offload: float = 0.0,
     ) -> SyncRates:
         """`step_time.sync_rates`, remembered."""
-        key = (dp_factors, zero, dp_replicate, each_pass)
+        key = (dp_factors, zero, dp_replicate, each_pass, offload)
         if key not in self._rates:
             spans = spans_of(dp_factors, self.instance.levels)
             self._rates[key] = sync_rates(
-                self.instance, spans, prod(dp_factors), zero, dp_replicate, each_pass=each_pass
+                self.instance, spans, prod(dp_factors), zero, dp_replicate, each_pass=each_pass, offload=offload
             )
         return self._rates[key]
 
@@ -257,16 +267,16 @@ class CostTables:
     def group_rates(self, degrees: Degrees, placement: Placement, schedule: str = "") -> tuple[SyncRates, SyncRates]:
         """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones;
         DualPipe also adds the gradients of its two copies."""
-        each_pass = gathers_each_pass(degrees.zero, degrees.pp)
+        each_pass, share = gathers_each_pass(degrees.zero, degrees.pp), degrees.offload_optimizer
         dense = expert = self.sync_rates(
-            group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate, each_pass=each_pass
+            group_of(placement.dp, placement.cp), degrees.zero, degrees.dp_replicate, each_pass=each_pass, offload=share
         )
         if sharding_of(degrees).spread:
             stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), self.instance.levels)
             _, same = split_spans(stage, degrees.ep * degrees.etp)
             replicate = degrees.expert_dp // degrees.expert_dp_shard
             members = tuple(count for count, _ in same)
-            expert = self.sync_rates(members, degrees.zero, replicate, each_pass=each_pass)
+            expert = self.sync_rates(members, degrees.zero, replicate, each_pass=each_pass, offload=share)
         if schedule == "dualpipe":
             pair = pair_rate_s(self.instance, placement)
             dense, expert = (replace(rate, communication_s=rate.communication_s + pair) for rate in (dense, expert))
@@ -299,7 +309,8 @@ class CostTables:
         sharding = sharding_of(degrees)
         shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
         apart = tied_copy(self.instance, degrees.pp, schedule)
-        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart)
+        offload = degrees.offload_optimizer, degrees.offload_param
+        key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart, offload)
         if key not in self._memory:
             self._memory[key] = self._memory_coefficients(degrees, apart=apart)
         return self._memory[key]
@@ -310,17 +321,19 @@ class CostTables:
         activations = self.activations(sharding)
         embedding, head = end_units(instance, tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         kinds = self.kind_params(tp, degrees.ep, degrees.etp)
+        held = [state_bytes(instance, params, degrees) for params in (*kinds, embedding, head)]
         return MemoryCoefficients(
-            state=tuple(mib_up(state_bytes(instance, params, degrees).total) for params in kinds),
+            state=tuple(mib_up(own.total) for own in held[:-2]),
             activations=activations,
-            embedding=mib_up(state_bytes(instance, embedding, degrees).total),
-            head=mib_up(state_bytes(instance, head, degrees).total)
-            + mib_up(head_activations_bytes(instance, sharding)),
+            embedding=mib_up(held[-2].total),
+            head=mib_up(held[-1].total) + mib_up(head_activations_bytes(instance, sharding)),
             fixed=mib_up(instance.profile.memory_reserve_bytes)
             + mib_up(transfer_buffer_bytes(instance, degrees))
             + mib_up(gather_buffer_bytes(instance, kinds, degrees)),
             working=max(mib_up(kept.working) for kept in activations),
             capacity=self.capacity_mib,
+            host=tuple(mib_up(own.host) for own in held),
+            host_capacity=self.host_capacity_mib if degrees.offload_optimizer else 0,
         )
 
     @cached_property
@@ -340,6 +353,11 @@ class CostTables:
     def capacity_mib(self) -> int:
         """Usable memory of a device over `memory_quantile`, down to whole MiB."""
         return int(self.instance.memory_limit_bytes / self.instance.profile.memory_quantile) // MIB
+
+    @cached_property
+    def host_capacity_mib(self) -> int:
+        """(U2) What a device may take of its host's memory, down to whole MiB."""
+        return int(host_capacity_bytes(self.instance)) // MIB
 
 
 def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Groups:

@@ -3,7 +3,7 @@
 (D1) Every byte of the states (M1) lies on some device, so N devices of C usable bytes, R of them in reserve, need
          N (C - R) >= P (weights + gradients + optimizer) bytes a parameter.
 (D2) N has no plan where every candidate of N devices fails (B1) or has no room, (R1) or (R2). It certainly has one
-     where a candidate with v = 1 has room (R1) and a placement.
+     where a candidate with v = 1 has room (R1), nothing on the host, and a placement.
 (D3) Of candidates that differ in the micro-batch alone the smallest needs least: with b times the size, GPipe and 1F1B,
      interleaved or not, have at least a b-th of the micro-batches in flight, and every other line grows with b.
 
@@ -85,7 +85,9 @@ def arithmetic(tables: CostTables) -> Arithmetic:
         held += end
         for count, kind in zip(tables.kind_counts.tolist(), tables.kind_params(1, 1, 1), strict=True):
             held += kind * count
-    states: StateBytes = state_bytes(instance, held, Degrees())
+    workload = instance.workload  # what the host takes lies on no device
+    most = Degrees(offload_optimizer=workload.offload_shares[-1], offload_param=workload.offload_param)
+    states: StateBytes = state_bytes(instance, held, most)
     each = (states.weights / params, states.gradients / params, states.optimizer / params)
     return Arithmetic(params, *each, tables.capacity_mib * MIB, instance.profile.memory_reserve_bytes)
 
@@ -146,7 +148,8 @@ class DeviceCounts:
                 if found is False and candidate.degrees.vpp > 1:
                     break
                 if self.room.holds(candidate):
-                    if candidate.degrees.vpp == 1 and self._placed(candidate.degrees):
+                    here = candidate.degrees.vpp == 1 and not candidate.degrees.offload_optimizer
+                    if here and self._placed(candidate.degrees):
                         return True
                     found = False
         return found

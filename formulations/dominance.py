@@ -1,4 +1,5 @@
-"""Algorithms of context parallelism that another one makes pointless, told before any plan is bounded.
+"""Algorithms of context parallelism that another one makes pointless, told before any plan is bounded; likewise shares of
+the optimizer on the host that a smaller one makes pointless.
 
 (D1) Of two candidates that differ in `cp_comm_type` alone and lie alike, let the one by a ring have passes of every
      layer kind that are no longer, and no more exposed communication in them. It has less element-wise work. Every
@@ -12,6 +13,9 @@
      difference of the two passes is least there, or is that of D where much else is to be done.
 (D3) Whole units (F1) round what is hidden the other way. Passes that differ have to do so by `MARGIN_S` beyond what
      overlap takes, more than all rounding of any step that lasts less than 1,000 s.
+(D4) Let p = 1, and the layers fit with a smaller share on the host and nothing repeated. Of a candidate's plans none is then
+     faster than that one: it has the same passes, nothing to repeat, and an optimizer that takes no longer where the host
+     is slower than the device (U3); the host holds less. Energy is not looked at: a device that waits takes less power.
 """
 
 from __future__ import annotations
@@ -22,19 +26,48 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.data.model import Attention
-from shardwise.formulations.candidates import context_algorithms
+from shardwise.formulations.candidates import context_algorithms, offloads
 from shardwise.formulations.layer_costs import Groups, context_terms
 from shardwise.formulations.layer_time import layer_time
-from shardwise.formulations.step_time import spans_of
+from shardwise.formulations.step_time import offload_is_slower, spans_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from shardwise.data.plan import Degrees
     from shardwise.formulations.bounds import BestCase
     from shardwise.formulations.candidates import Grid
+    from shardwise.formulations.coefficients import CostTables
     from shardwise.formulations.layer_costs import Sharding
 
 MARGIN_S = 1e-6
+
+
+def needless_offload(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
+    """(D4) Which rows of a grid have one with less on the host that is at least as fast, and before it in the tie order."""
+    shape, tables = grid.shape, best.tables
+    instance, out = tables.instance, np.zeros(len(grid), dtype=bool)
+    if not shape.offload_optimizer or shape.offload_param or instance.limits.recompute not in (None, "none"):
+        return out
+    if not offload_is_slower(instance):
+        return out
+    smaller = [
+        share for share, param in offloads(instance, shape.zero) if share < shape.offload_optimizer and not param
+    ]
+    for row in np.nonzero(grid.pp == 1)[0].tolist():
+        degrees = grid.degrees(row)
+        out[row] = any(_fits_plainly(tables, replace(degrees, offload_optimizer=share)) for share in smaller)
+    return out
+
+
+def _fits_plainly(tables: CostTables, degrees: Degrees) -> bool:
+    """Whether all layers fit on one stage with nothing repeated, which has one micro-batch in flight."""
+    memory = tables.memory(degrees, "1f1b")
+    layers = sum(
+        int(count) * (memory.state[kind] + memory.kept(kind, 1, "none"))
+        for kind, count in enumerate(tables.kind_counts)
+    )
+    return memory.fixed + layers + memory.embedding + memory.head <= memory.capacity
 
 
 def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:

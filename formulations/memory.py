@@ -41,6 +41,8 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
 (M10) a module of multi-token prediction (L13) adds its layer, the matrix 2h -> h split by t and three norms to the last
      stage, which holds a copy of the embedding in a pipeline, tied or not; with one micro-batch of logits as in (M4), and of
      its layer's activations and the 4 h values that enter its matrix and its norms.
+(M11) of the optimizer states a device keeps the share that the host does not (offload, U1); of weights that the host has
+     (U4) only what (M6) gathers, on a single rank too.
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
@@ -65,6 +67,7 @@ from shardwise.formulations.layer_costs import (
     sharding_of,
     ulysses_bytes,
 )
+from shardwise.formulations.offload import host_bytes_per_param
 
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
@@ -117,11 +120,12 @@ class KindParams:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """(M1) Weights, gradients and optimizer states of some parameters on one device."""
+    """(M1) Weights, gradients and optimizer states of some parameters on one device, and (M11) what its host has of them."""
 
     weights: float
     gradients: float
     optimizer: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -129,7 +133,10 @@ class StateBytes:
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
-            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
         )
 
 
@@ -216,26 +223,29 @@ def end_units(
 
 
 def state_bytes(instance: Instance, params: KindParams, degrees: Degrees) -> StateBytes:
-    """(M1), (M7), (M8) of parameters held by one device."""
+    """(M1), (M7), (M8), (M11) of parameters held by one device."""
     shards = (degrees.cp * degrees.dp_shard, degrees.expert_dp_shard)
     held = ((params.dense, params.frozen), (params.expert, params.frozen_expert))
     dense, expert = (
-        _state(instance, count, frozen, shard, degrees.zero, whole=degrees.pp > 1)
-        for (count, frozen), shard in zip(held, shards, strict=True)
+        _state(instance, count, frozen, shard, degrees) for (count, frozen), shard in zip(held, shards, strict=True)
     )
     return dense + expert
 
 
-def _state(instance: Instance, params: int, frozen: int, shard: int, zero: int, *, whole: bool) -> StateBytes:
+def _state(instance: Instance, params: int, frozen: int, shard: int, degrees: Degrees) -> StateBytes:
+    zero, offload, whole = degrees.zero, degrees.offload_optimizer, degrees.pp > 1
     profile = instance.profile
     resident = profile.weight_bytes
     states = OPTIMIZER_STATE_BYTES[instance.workload.optimizer] - (FP32_BYTES if resident == FP32_BYTES else 0)
     split = shard if zero >= 3 else 1
     again = 1 if whole and split > 1 else 0
+    owned = params / (shard if zero >= 1 else 1)
+    here = 0 if degrees.offload_param else 1
     return StateBytes(
-        (resident / split + WEIGHT_BYTES * again) * params + (1 / split + again) * frozen,
+        (here * resident / split + WEIGHT_BYTES * again) * params + (here / split + again) * frozen,
         resident_gradient_bytes(instance) * params / (shard if zero >= 2 and not whole else 1),
-        states * params / (shard if zero >= 1 else 1),
+        states * owned * (1 - offload),
+        offload * host_bytes_per_param(instance) * owned + (1 - here) * (WEIGHT_BYTES * params + frozen) / split,
     )
 
 
@@ -366,7 +376,8 @@ def transfer_buffer_bytes(instance: Instance, degrees: Degrees) -> float:
 def gather_buffer_bytes(instance: Instance, kinds: tuple[KindParams, ...], degrees: Degrees) -> float:
     """(M6), and what (M9) holds of one matrix in 16 bits."""
     held = _unpacked_bytes(instance, degrees) + _context_bytes(instance, degrees)
-    if degrees.zero < 3 or degrees.dp_shard * degrees.cp == 1 or degrees.pp > 1:
+    alone = degrees.dp_shard * degrees.cp == 1 and not degrees.offload_param
+    if degrees.zero < 3 or alone or degrees.pp > 1:
         return held
     return held + max(2.0 * params.gathered_bytes + GRADIENT_BYTES * params.total for params in kinds)
 

@@ -115,7 +115,7 @@ class MemoryLines:
         """What the degrees of a plan take."""
         d = plan.degrees
         shard = (d.cp * d.dp_shard, d.expert_dp_shard) if d.zero else (1, 1)
-        key = (sharding_of(d), shard, d.zero, d.pp > 1, plan.schedule in FOLDED)
+        key = (sharding_of(d), shard, d.zero, d.pp > 1, plan.schedule in FOLDED, d.offload_optimizer, d.offload_param)
         if key not in self._held:
             self._held[key] = self._of_degrees(d, key[0], plan.schedule)
         return self._held[key]

@@ -243,8 +243,8 @@ def _energy_worth(
         constant += 2 * units(communication * time.tied)
     tails = tuple(
         tuple(
-            units(communication * (tail - update) + compute * update)
-            for tail, update in zip(side, own.optimizer, strict=True)
+            units(communication * (tail - update - waited) + compute * update)
+            for tail, update, waited in zip(side, own.optimizer, own.host, strict=True)
         )
         for side in (time.tail_floor, time.tail_overlap)
     )

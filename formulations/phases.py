@@ -6,7 +6,8 @@ every stage:
 (H1) compute        m sum_u n_u c_u + what is recomputed + the optimizer, c_u the kernels of both passes of u;
 (H2) communication  m (sum_u n_u x_u + what stages wait for in transfers) + the gradient sync that shows, x_u the
      exposed collectives of both passes and of sharded weights;
-(H3) idle           p T less both: the host, the pipeline, the overhead of a step.
+(H3) idle           p T less both: the host, its part of the optimizer (U3) too, the pipeline, the overhead of a step. The
+     copies of (U3) are communication.
 
 Everything but recompute and the sync that shows (T4) is the same for every split of the layers.
 """
@@ -23,7 +24,7 @@ from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import links_of
-from shardwise.formulations.step_time import params_optimizer_s, straggling
+from shardwise.formulations.step_time import straggling
 
 if TYPE_CHECKING:
     from shardwise.data.pipeline import Layout
@@ -36,11 +37,13 @@ EXPOSED = ("tensor_parallel", "context_parallel", "expert_parallel")
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """(H1), (H2) Seconds per unit: compute and communication of one micro-batch, the optimizer of a step."""
+    """(H1), (H2) Seconds per unit: compute and communication of one micro-batch, the optimizer of a step on the device and
+    what it waits for its host."""
 
     compute: tuple[float, ...]
     communication: tuple[float, ...]
     optimizer: tuple[float, ...]
+    host: tuple[float, ...]
 
 
 def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule: str) -> Phases:
@@ -49,10 +52,10 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
     sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
     terms, times = tables.terms(sharding, groups), tables.times(sharding, groups)
     time, scale = tables.time(degrees, placement, schedule), straggling(instance, degrees.devices)
-    rates = tables.group_rates(degrees, placement, schedule)
     apart = tied_copy(instance, degrees.pp, schedule)
     held = tables.kind_params(degrees.tp, degrees.ep, degrees.etp)
-    compute, communication, optimizer = [], [], []
+    dense, expert = tables.group_rates(degrees, placement, schedule)
+    compute, communication, optimizer, host = [], [], [], []
     units = zip(
         (*terms.kinds, terms.embedding, terms.head),
         (*times.kinds, times.embedding, times.head),
@@ -64,8 +67,9 @@ def phases(tables: CostTables, degrees: Degrees, placement: Placement, schedule:
         gathers = time.forward[unit] + time.backward[unit] - scale * own.both_s
         compute.append(scale * causes[COMPUTE])
         communication.append(scale * sum(causes[name] for name in EXPOSED) + gathers)
-        optimizer.append(params_optimizer_s(*rates, params))
-    return Phases(tuple(compute), tuple(communication), tuple(optimizer))
+        optimizer.append(dense.optimizer_s * params.dense + expert.optimizer_s * params.expert)
+        host.append(dense.host_s * params.dense + expert.host_s * params.expert)
+    return Phases(tuple(compute), tuple(communication), tuple(optimizer), tuple(host))
 
 
 def transfers(time: TimeCoefficients, where: Layout, pp: int) -> float:

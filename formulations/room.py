@@ -1,4 +1,5 @@
-"""Whether the layers of a candidate have room at all, whatever the step takes: memory of (F2) alone, in MiB.
+"""Whether the layers of a candidate have room at all, whatever the step takes: memory of (F2) alone, in MiB. That of the
+host (U2) is not looked at.
 
 The least that a stage needs for layers a .. b - 1 is, over the recompute modes that it may have,
 
@@ -55,7 +56,7 @@ class Room:
         return np.array([self.holds(candidate_of(grid, row)) for row in range(len(grid))], dtype=bool)
 
     def holds(self, candidate: Candidate) -> bool:
-        """False where no plan of the candidate fits; with v = 1, True where one does."""
+        """False where no plan of the candidate fits; with v = 1, True where one fits its devices."""
         d, m = candidate.degrees, candidate.micro_batches
         memory = self.splits.tables.memory(d, candidate.schedule)
         # GPipe alone has more in flight than all its chunks twice and a pipeline (S2)

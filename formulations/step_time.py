@@ -13,7 +13,8 @@ between stages j and j + 1 (hop_p-1: from the last stage back to the first), and
 (T4) gradient reduce and parameter gather overlap the passes of one micro-batch and leave
      X_k = exposed (J5) of G_k beside F + B of one micro-batch on stage k, + optimizer. All groups of ranks send at once
      then, and what crosses N > 8 nodes takes 1 + sync_contention log2(N / 8) times as long as a collective alone;
-     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline
+     frozen weights have no gradients, and are gathered once a step by ZeRO-3 in a pipeline. What the host has of the
+     optimizer is copied and updated there in turn (offload, U3)
 (T5) T = overhead + max_k (end_k + X_k). A zero-bubble schedule does not wait for the other stages before its optimizer
      (Qi et al., arXiv 2401.10241, section 4), so that stages stay apart from step to step, and
      T = overhead + max_k (end_k - start_k + X_k).
@@ -29,7 +30,7 @@ al., arXiv 2104.04473, section 2.2); for uneven ones it is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, log2, prod
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
 from shardwise.formulations.layer_time import larger
 from shardwise.formulations.memory import GRADIENT_BYTES, WEIGHT_BYTES, KindParams
+from shardwise.formulations.offload import host_copy_s, host_rates_s
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Link
@@ -72,12 +74,20 @@ def spans_of(factors: tuple[int, ...], levels: tuple[Link, ...]) -> Spans:
 @dataclass(frozen=True, slots=True)
 class SyncRates:
     """(T4) Seconds per trained parameter held by one device, and per byte of frozen weights; `crowded_s` is what
-    `communication_s` has for each unit of `sync_contention`."""
+    `communication_s` has for each unit of `sync_contention`; `optimizer_s` is what the device computes, `copied_s` and
+    `host_s` are (U3)."""
 
     communication_s: float
     optimizer_s: float
     frozen_s: float = 0.0
     crowded_s: float = 0.0
+    copied_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def update_s(self) -> float:
+        """The optimizer, wherever it runs."""
+        return self.optimizer_s + self.copied_s + self.host_s
 
 
 def params_sync_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
@@ -92,12 +102,19 @@ def params_crowded_s(dense: SyncRates, expert: SyncRates, params: KindParams) ->
 
 
 def params_optimizer_s(dense: SyncRates, expert: SyncRates, params: KindParams) -> float:
-    """(T4) The optimizer of what one device trains."""
-    return dense.optimizer_s * params.dense + expert.optimizer_s * params.expert
+    """(T4) The optimizer of what one device trains, with (U3)."""
+    return dense.update_s * params.dense + expert.update_s * params.expert
 
 
 def sync_rates(
-    instance: Instance, dp_spans: Spans, dp: int, zero: int, dp_replicate: int = 1, *, each_pass: bool = False
+    instance: Instance,
+    dp_spans: Spans,
+    dp: int,
+    zero: int,
+    dp_replicate: int = 1,
+    *,
+    each_pass: bool = False,
+    offload: float = 0.0,
 ) -> SyncRates:
     """(T4) Gradient sync at the end of a step, and the optimizer, per parameter on one device.
 
@@ -125,11 +142,30 @@ def sync_rates(
         if dp_replicate > 1:
             rate = bandwidth_time_per_byte(accelerator, "all_reduce", outer, bucket)
             communication += reduce_bytes * rate / shard
-    moved = GRADIENT_PASS_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
     owned = shard if zero >= 1 else 1
-    rate = memory_bound_time_s(accelerator, 1e9 * moved, launches=0) / 1e9
+    rate = memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, offload), launches=0) / 1e9
     crowded = communication * crowding(dp_spans)
-    return SyncRates(communication + profile.sync_contention * crowded, rate / owned, frozen, crowded)
+    found = SyncRates(communication + profile.sync_contention * crowded, rate / owned, frozen, crowded)
+    if not offload:
+        return found
+    copied, updated = (offload * seconds / owned for seconds in host_rates_s(instance))
+    return replace(found, copied_s=copied, host_s=updated)
+
+
+def _updated_bytes(instance: Instance, offload: float) -> float:
+    """What the device touches of a parameter that it owns: before the optimizer, and in what the host does not have of it."""
+    updated = GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
+    return GRADIENT_PASS_BYTES + (1 - offload) * updated
+
+
+def offload_is_slower(instance: Instance) -> bool:
+    """Whether the host takes longer over a parameter than the device would."""
+    accelerator = instance.accelerator
+    here, there = (
+        memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, share), launches=0) / 1e9
+        for share in (0.0, 1.0)
+    )
+    return sum(host_rates_s(instance)) >= here - there
 
 
 def crowding(spans: Spans) -> float:
@@ -151,7 +187,8 @@ def unit_times_s(
 
     ZeRO-3 gathers 16-bit weights before each pass (`end`: the embedding and the head, in FSDP's root, once) and
     reduce-scatters gradients after the backward one (Zhao et al., arXiv 2304.11277, section 3.2); ZeRO-2 only the
-    latter. Frozen weights are gathered as they are held. Experts move among the ranks that hold the same ones.
+    latter. Frozen weights are gathered as they are held. Experts move among the ranks that hold the same ones. What the
+    host has of the weights comes from there first (offload, U4).
     """
     if not gathers_each_pass(degrees.zero, degrees.pp):
         return 0.0, 0.0
@@ -159,12 +196,14 @@ def unit_times_s(
     dense, _ = split_spans(spans_of(group_of(placement.dp, placement.cp), levels), degrees.cp * degrees.dp_shard)
     stage = spans_of(group_of(placement.tp, placement.cp, placement.dp), levels)
     _, same = split_spans(stage, degrees.ep * degrees.etp)
+    fetch_s = host_copy_s(instance) if degrees.offload_param else 0.0
     forward = backward = 0.0
-    for count, frozen, spans in (
-        (params.dense, params.frozen, dense),
-        (params.expert, params.frozen_expert, same),
+    for count, frozen, spans, shard in (
+        (params.dense, params.frozen, dense, degrees.cp * degrees.dp_shard),
+        (params.expert, params.frozen_expert, same, degrees.expert_dp_shard),
     ):
         gather = collective_time_s(accelerator, "all_gather", WEIGHT_BYTES * count + frozen, spans)
+        gather += fetch_s * (WEIGHT_BYTES * count + frozen) / shard
         reduce = collective_time_s(accelerator, "reduce_scatter", instance.profile.reduce_bytes * count, spans)
         forward += gather if degrees.zero == 3 else 0.0
         backward += reduce + (gather if degrees.zero == 3 and not end else 0.0)

@@ -183,7 +183,8 @@ class UnitTimes:
         """Terms, gradient sync, optimizer and gather of each unit."""
         d = degrees
         folded = schedule if schedule in FOLDED else ""
-        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, placement, folded)  # all but vpp
+        offload = d.offload_optimizer, d.offload_param
+        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, offload, placement, folded)  # all but vpp
         if key not in self._known:
             self._known[key] = self._made(degrees, placement, schedule)
         return self._known[key]

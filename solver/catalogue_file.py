@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 2**20
 MAX_CELLS = 100_000
 AXES = ("models", "clusters", "nodes", "seq_lens", "global_batches", "precisions", "objectives")
-WORKLOAD = tuple(f.name for f in fields(Training) if f.name not in ("seq_len", "global_batch", "precision"))
+APART = ("seq_len", "global_batch", "precision", "offload_optimizer", "offload_param")
+"""Fields of the workload that are axes of a grid, or that a row of the store does not tell."""
+WORKLOAD = tuple(f.name for f in fields(Training) if f.name not in APART)
 
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]

@@ -241,7 +241,7 @@ def _answered(task: Task, result: Result) -> dict[str, Any]:
     per_token = evaluation.devices * evaluation.step_time_s / evaluation.tokens_per_step
     asked = task.cell.settings.top > 0
     row |= {f"{name}_s": seconds for name, seconds in asdict(evaluation.parts).items()}
-    row |= asdict(plan.degrees)
+    row |= plan.degrees.to_dict()
     return row | {
         "step_time_s": evaluation.step_time_s,
         "tokens_per_s": evaluation.tokens_per_s,

@@ -332,6 +332,8 @@ def evaluate_command(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in {**degrees, **shape})
         raise InputError(f"--plan says all of the plan: leave out {options}")
     workload = given(seq_len=seq_len, global_batch=global_batch) | details
+    if plan is None and workload.get("offload_optimizer") == "auto":
+        raise InputError("--offload-optimizer auto: a plan made of degrees has one share; give a number from 0 to 1")
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(of_run) as terms:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardwise.data.workload import Training
     from shardwise.solver.fit import Fit
 
-UNMODELLED = "not modelled, and less memory each: 8-bit optimizer states, offload to the host"
+UNMODELLED = "not modelled, and less memory each: 8-bit optimizer states, weights or activations on the host"
 
 COLUMNS = 4
 """Targets beside each other."""

@@ -71,6 +71,21 @@ def workload_options(
             "--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."
         ),
     ] = None,
+    offload_optimizer: Annotated[
+        str | None,
+        typer.Option(
+            "--offload-optimizer",
+            metavar="SHARE|auto",
+            help="Share of the optimizer that a plan may leave to the host.",
+        ),
+    ] = None,
+    offload_param: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-param/--no-offload-param",
+            help="A plan may leave its ZeRO-3 weights to the host too; needs --offload-optimizer.",
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """What the options say of the workload beyond its sizes, as fields of it; what was left out is left out here."""
     said = {
@@ -80,6 +95,7 @@ def workload_options(
         "lengths": document_lengths(mean_document_length, lengths),
         "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers,
         "expert_capacity": expert_capacity, "pad_experts": pad_experts,
+        "offload_optimizer": share_or_word(offload_optimizer), "offload_param": offload_param,
     }  # fmt: skip
     return {name: value for name, value in said.items() if value is not None}
 
@@ -96,6 +112,14 @@ def document_lengths(mean: float | None, file: str | None) -> Any:
         return None if file is None else read_lengths(file)
     except InputError as error:
         return error
+
+
+def share_or_word(said: str | None) -> float | str | None:
+    """A share as a number; what is no number is told by the workload."""
+    try:
+        return None if said is None else float(said)
+    except ValueError:
+        return said
 
 
 def training(fields: dict[str, Any]) -> Any:

@@ -30,7 +30,8 @@ NOTHING = 1e-7
 DIGITS = {"s": ".4f", "GB": ".3f", "MJ": ".4g", "J": ".4g"}
 """How quantities of a unit are written; others are whole numbers."""
 DEGREES = (
-    "tp", "sequence_parallel", "cp", "cp_comm_type", "ep", "etp", "pp", "vpp", "dp", "dp_replicate", "zero", "micro_batch",
+    "tp", "sequence_parallel", "cp", "cp_comm_type", "ep", "etp", "pp", "vpp", "dp", "dp_replicate", "zero",
+    "offload_optimizer", "offload_param", "micro_batch",
 )  # fmt: skip
 PARTS = ("schedule", "stages", "recompute", "placement", "micro_batches")
 ORDER = (*DEGREES, *PARTS)

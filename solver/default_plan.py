@@ -35,6 +35,8 @@ def degrees_from(
     etp: int | None = None,
     dp_replicate: int = 1,
     cp_comm_type: CpCommType | None = None,
+    offload_optimizer: float | None = None,
+    offload_param: bool | None = None,
 ) -> Degrees:
     """Degrees with what is not given filled in, as the rule pack has it.
 
@@ -50,6 +52,10 @@ def degrees_from(
         Without it, 1 in a pack that keeps experts whole, tp in others.
     cp_comm_type
         Without it, the first of the pack's algorithms that takes the model and the sequence.
+    offload_optimizer
+        Without it, the share that the workload names; none where it leaves that to the plan.
+    offload_param
+        Without it, as the workload allows.
 
     Raises
     ------
@@ -69,7 +75,13 @@ def degrees_from(
             etp = 1 if whole else 0
         if cp_comm_type is None:
             cp_comm_type = context_algorithm(rules, instance.model, max(tp, 1), max(cp, 1), instance.workload.seq_len)
-        return Degrees(tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type)
+        if offload_optimizer is None:
+            allowed = instance.workload.offload_optimizer
+            offload_optimizer = 0.0 if allowed == "auto" else float(allowed)
+        return Degrees(
+            tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type,
+            offload_optimizer, instance.workload.offload_param if offload_param is None else offload_param,
+        )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None
 

@@ -74,6 +74,30 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """(U1), (U2) What the host holds for one device of each stage, in bytes, and in the MiB of the verdict; `devices` share a
+    node's host."""
+
+    stages: tuple[float, ...]
+    stage_mib: tuple[int, ...]
+    capacity_mib: int
+    devices: int
+
+    @property
+    def fits(self) -> bool:
+        return max(self.stage_mib) <= self.capacity_mib
+
+    @property
+    def node_bytes(self) -> float:
+        """Of a node whose devices are all of the fullest stage."""
+        return max(self.stages) * self.devices
+
+    @property
+    def node_capacity_bytes(self) -> float:
+        return float(self.capacity_mib * self.devices * MIB)
+
+
+@dataclass(frozen=True, slots=True)
 class TimeParts:
     """Where the step goes, in seconds, on the busiest stage; `fill_and_drain` is what it waits for other stages."""
 
@@ -101,7 +125,8 @@ class Evaluation:
     `energy_reason` says why. `memory_band` is the share by which predictions of memory err.
 
     `parts` are those of the busiest stage, the one that waits least; `bubble` is the share of the step that each stage
-    waits for others. `nodes` are those that the plan uses, `price_usd_per_hour` is that of one accelerator.
+    waits for others. `nodes` are those that the plan uses, `price_usd_per_hour` is that of one accelerator. `host` is None
+    where the host has no share of the optimizer.
     """
 
     step_time_s: float
@@ -126,6 +151,7 @@ class Evaluation:
     energy_reason: str | None
     risks: tuple[str, ...]
     objective_units: int | None = None
+    host: HostMemory | None = None
 
     @property
     def legal(self) -> bool:
@@ -134,12 +160,20 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory of every stage is within the capacity; `verdict` looks at the band too."""
+        """Whether the predicted memory of every stage is within the capacity, of the host too; `verdict` looks at the band
+        too."""
+        return self.device_fits and (self.host is None or self.host.fits)
+
+    @property
+    def device_fits(self) -> bool:
+        """Whether every stage fits its devices."""
         return all(mib <= self.capacity_mib for mib in self.memory_mib)
 
     @property
     def verdict(self) -> str:
         """ "fits", "tight" or "does not fit": where the capacity lies against the band of the prediction."""
+        if self.host is not None and not self.host.fits:
+            return "does not fit"
         return verdict_of(max(self.memory_mib), self.capacity_mib, self.memory_band)
 
     @property
@@ -165,6 +199,14 @@ class Evaluation:
             for stage in self.stages
         ]
         document["parts"] = {f"{name}_s": value for name, value in asdict(self.parts).items()}
+        del document["host"]
+        if self.host is not None:
+            document["host"] = {
+                "stages_gb": [value / GB for value in self.host.stages],
+                "node_gb": self.host.node_bytes / GB,
+                "node_capacity_gb": self.host.node_capacity_bytes / GB,
+                "fits": self.host.fits,
+            }
         return document | {
             "legal": self.legal,
             "fits": self.fits,
@@ -239,6 +281,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
             *memory_risks(instance, stages),
         ),
         objective_units=None if unit_s is None else int(timed_plan(instance, plan, unit_s).step_time),
+        host=_host_memory(tables, plan),
     )
 
 
@@ -286,10 +329,10 @@ def _energy(tables: CostTables, plan: Plan, timed: TimedPlan) -> Energy | None:
     own = phases(tables, d, plan.placement, plan.schedule)
     every, full, selective = (getattr(timed.counts, name).sum(axis=0) for name in ("every", "full", "selective"))
     m = passes_per_step(plan.schedule, timed.shape.micro_batches).micro_batches
-    optimizer = float(every @ own.optimizer)
+    optimizer, waited = float(every @ own.optimizer), float(every @ own.host)
     compute = m * float(every @ own.compute + full @ c.full + selective @ c.selective) + optimizer
     exposed = m * (float(every @ own.communication) + transfers(c, plan.layout, d.pp))
-    exposed += float(timed.passes.tails.sum()) - optimizer
+    exposed += float(timed.passes.tails.sum()) - optimizer - waited
     return step_energy(
         instance.accelerator,
         d.devices,
@@ -305,6 +348,7 @@ def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
     tables = cost_tables(instance)
     admitted = (
         all(_stage_mib(tables, plan, k) <= tables.capacity_mib for k in range(plan.degrees.pp))
+        and ((host := _host_memory(tables, plan)) is None or host.fits)
         and not limit_faults(instance, plan)
         and not broken_rules(instance, plan)
     )
@@ -356,6 +400,14 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
     faults = []
     if sum(plan.chunk_layers) != len(instance.model.layers):
         faults.append(f"plan.stages hold {sum(plan.chunk_layers)} layers, the model has {len(instance.model.layers)}")
+    share, allowed = plan.degrees.offload_optimizer, instance.workload.offload_shares
+    if share not in allowed:
+        faults.append(
+            f"plan.degrees.offload_optimizer={share:g} is not one of {', '.join(f'{one:g}' for one in allowed)}, which the "
+            "workload's offload_optimizer allows"
+        )
+    if plan.degrees.offload_param and not instance.workload.offload_param:
+        faults.append("plan.degrees.offload_param=true, which the workload's offload_param does not allow")
     if plan.schedule == "dualpipe" and plan.degrees.pp % 2:
         faults.append(f"schedule=dualpipe needs an even pp, not {plan.degrees.pp}")
     if len(plan.placement.blocks) != len(instance.levels):
@@ -555,6 +607,21 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
         gather_buffers=gather_buffer_bytes(instance, tables.kind_params(d.tp, d.ep, d.etp), d),
         fragmentation=(activations + logits + working) * (1 - used),
         reserve=instance.profile.memory_reserve_bytes,
+    )
+
+
+def _host_memory(tables: CostTables, plan: Plan) -> HostMemory | None:
+    """(U1), (U2) of a plan; the MiB count every layer rounded up (F2)."""
+    if not plan.degrees.offload_optimizer:
+        return None
+    instance, stages = tables.instance, range(plan.degrees.pp)
+    memory = tables.memory(plan.degrees, plan.schedule)
+    counts = counts_of(plan, tables.kind_prefixes).every
+    return HostMemory(
+        tuple(state_bytes(instance, stage_params(tables, plan, k), plan.degrees).host for k in stages),
+        tuple(int((counts[list(plan.layout.slots_of(k))].sum(axis=0) * np.array(memory.host)).sum()) for k in stages),
+        memory.host_capacity,
+        max(leaf.devices for leaf in instance.cluster.leaves),
     )
 
 

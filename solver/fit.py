@@ -33,7 +33,7 @@ from shardwise.formulations.objective import Objective
 from shardwise.formulations.room import Room, candidate_of
 from shardwise.solver.evaluate import cost_tables
 from shardwise.solver.search import UNLIMITED, Ordered, Search, TimeUpError
-from shardwise.solver.solve import build_instance, limit_reasons, no_degrees, solve
+from shardwise.solver.solve import build_instance, limit_reasons, no_degrees, offload_cure, solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -262,7 +262,8 @@ class FitSearch:
             return replace(said, excluded=counts.excluded, reason="the time limit passed before a plan was found")
         said = replace(said, excluded=counts.excluded)
         if said.devices is None:
-            return replace(said, reason=_why_not(counts, sums, said.most))
+            cure = offload_cure(Search(instance, self.deadline))
+            return replace(said, reason=_why_not(counts, sums, said.most) + (f"; {cure}" if cure else ""))
         try:
             if said.answer == "tight" and not quick:
                 said = replace(said, roomy=Change("outside the band", self.fewest(_outside_the_band(said))))

@@ -135,7 +135,8 @@ def _planned(given: Cells, seen: _Seen) -> tuple[_Known, Plan]:
         raise InputError(missing)
     numbers = _numbers(given)
     known = seen.instance(given, numbers)
-    found, own = known.costs.degrees, {name: numbers[name] for name in DEGREES if name in numbers}
+    found = known.costs.degrees
+    own: Cells = {name: numbers[name] for name in DEGREES if name in numbers}
     together, exchange = _truth(given, "sequence_parallel"), given.get("cp_comm_type")
     key = (*own.items(), together, exchange)
     if key not in found:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Plan
-    from shardwise.solver.evaluate import Evaluation
+    from shardwise.solver.evaluate import Evaluation, HostMemory
     from shardwise.solver.pareto import Front
     from shardwise.solver.result import Result
     from shardwise.solver.simulate import Simulation
@@ -229,6 +229,8 @@ def show_evaluation(console: Console, instance: Instance, plan: Plan, evaluation
         f"memory {peak:.1f} GB, {peak * (1 - band):.1f} to {peak * (1 + band):.1f} within the band of the profile: "
         f"{evaluation.verdict}",
     )
+    if evaluation.host is not None:
+        _line(console, _host(evaluation.host))
     _line(console, escape(_energy(evaluation)))
     for risk in evaluation.risks:
         _line(console, f"[yellow]risk:[/yellow] {escape(risk)}")
@@ -283,12 +285,22 @@ def show_faults(console: Console, evaluation: Evaluation) -> None:
         _line(console, f"[red]illegal:[/red] {escape(fault)}")
     for fault in evaluation.limit_faults:
         _line(console, f"[red]breaks a limit:[/red] {escape(fault)}")
-    if not evaluation.fits:
+    if evaluation.host is not None and not evaluation.host.fits:
+        _line(console, f"[red]does not fit:[/red] {_host(evaluation.host)}")
+    if not evaluation.device_fits:
         _line(
             console,
             f"[red]does not fit:[/red] stage {evaluation.worst_stage} needs "
             f"{evaluation.peak_memory_bytes / GB:.1f} GB, {evaluation.capacity_mib * MIB / GB:.1f} GB usable",
         )
+
+
+def _host(host: HostMemory) -> str:
+    """What the hosts hold of the optimizer."""
+    return (
+        f"host memory of a node {host.node_bytes / GB:,.1f} GB of {host.node_capacity_bytes / GB:,.1f} GB usable, "
+        f"{max(host.stages) / GB:.1f} GB for each of {host.devices} devices"
+    )
 
 
 def _energy(evaluation: Evaluation) -> str:
@@ -335,6 +347,8 @@ def words_of_degrees(d: Degrees) -> str:
         ("ep", d.ep, 1),
         ("etp", d.etp, d.tp),
         ("dp_replicate", d.dp_replicate, 1),
+        ("offload_optimizer", f"{d.offload_optimizer:g}", "0"),
+        ("offload_param", int(d.offload_param), 0),
     ]
     more = "".join(f"{name}={value} " for name, value, usual in others if value != usual)
     return f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero}"

@@ -33,7 +33,7 @@ from shardwise.formulations.bounds import (
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
 from shardwise.formulations.coefficients import TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
-from shardwise.formulations.dominance import dominated
+from shardwise.formulations.dominance import dominated, needless_offload
 from shardwise.formulations.objective import Objective
 from shardwise.formulations.passes import counts_of
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED
@@ -145,7 +145,7 @@ class Incumbent:
     unit_s: float
 
     @property
-    def key(self) -> tuple[int, tuple[int, ...]]:
+    def key(self) -> tuple[int, tuple[float, ...]]:
         return self.value, self.candidate.tie_key
 
     @property
@@ -202,7 +202,7 @@ class Search:
         self.reported = -math.inf
         self.tally = Tally()
         self.incumbent: Incumbent | None = None
-        self.seen: dict[tuple[int, ...], tuple[int, Plan]] = {}
+        self.seen: dict[tuple[float, ...], tuple[int, Plan]] = {}
         self.cuts: dict[Cut, None] = {}
         self.unit_s = 1.0
         self.in_units: dict[int, tuple[TimeCoefficients, TimeCoefficients]] = {}
@@ -275,6 +275,8 @@ class Search:
         bounds, left = [], []
         for grid in grids:
             beaten = dominated(self.best_case, grid) if prune else np.zeros(0, dtype=bool)
+            if prune and self.objective.name != "energy":
+                beaten = beaten | needless_offload(self.best_case, grid)
             own = grid.rows(~beaten) if beaten.any() else grid
             self.tally.counts["pruned_by_dominance"] += len(grid) - len(own)
             if len(own):

@@ -340,7 +340,9 @@ def _bound_s(search: Search, closed: bool) -> float:
 
 def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
     """The finite set of plans that "optimal" and "bound" speak of, in words and numbers."""
-    rules = instance.rules
+    rules, workload = instance.rules, instance.workload
+    hosts: dict[str, Any] = {"offload_optimizer": list(workload.offload_shares)} if workload.offload_optimizer else {}
+    hosts |= {"offload_param": True} if workload.offload_param else {}
     return {
         "model": instance.model.name,
         "layers": len(instance.model.layers),
@@ -350,6 +352,7 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
         "profile": instance.profile.name,
         "schedules": [name for name in rules.schedules if instance.limits.schedule in (None, name)],
         "zero_stages": list(rules.zero_stages),
+        **hosts,
         "cp_comm_types": [name for name in rules.context if instance.limits.cp_comm_type in (None, name)],
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,
@@ -430,6 +433,35 @@ def infeasible_reasons(search: Search) -> tuple[str, ...]:
     return (memory_reason(search),)
 
 
+def with_offload(instance: Instance) -> Instance | None:
+    """The instance whose plans may leave the optimizer to the host, where that is known and the rules have it, and it is not
+    asked for already."""
+    if instance.workload.offload_optimizer:
+        return None
+    try:
+        return replace(instance, workload=replace(instance.workload, offload_optimizer=1.0))
+    except InputError:
+        return None
+
+
+def offload_cure(search: Search) -> str:
+    """That a plan fits with the optimizer on the host, where one is met in the time left."""
+    instance = with_offload(search.instance)
+    if instance is None:
+        return ""
+    other = Search(instance, search.deadline, None, search.objective)
+    try:
+        other.enumerate()
+        other.first_incumbent()
+    except TimeUpError:
+        return ""
+    if other.incumbent is None:
+        return ""
+    d = other.incumbent.plan.degrees
+    shape = f"tp={d.tp} pp={d.pp} dp={d.dp} micro_batch={d.micro_batch} zero={d.zero}"
+    return f"with --offload-optimizer 1 it fits ({shape})"
+
+
 def memory_reason(search: Search) -> str:
     """The least memory that any plan of the universe could need, against what a device has."""
     instance = search.instance
@@ -437,6 +469,8 @@ def memory_reason(search: Search) -> str:
     capacity = instance.memory_limit_bytes
     shape = f"tp={degrees.tp} pp={degrees.pp} dp={degrees.dp} micro_batch={degrees.micro_batch} zero={degrees.zero}"
     has, cure = f"{capacity / 1e9:.1f} GB usable", "Use more devices, devices with more memory, or a shorter sequence"
+    offloaded = offload_cure(search)
+    cure += f"; or the host's memory: {offloaded}" if offloaded else ""
     if need > capacity:
         return (
             f"memory: no plan fits. With everything recomputed and spread evenly, the leanest degrees ({shape}) need at "

@@ -107,8 +107,10 @@ def on_stage(coefficients: tuple[float, ...], option: Option, chunks: Chunks, st
 
 
 def degree(option: Option, name: str) -> int:
-    """The value of a degree; an algorithm of context parallelism is its place in `CP_COMM_TYPES`."""
+    """The value of a degree; an algorithm of context parallelism is its place in `CP_COMM_TYPES`, a share in per mille."""
     value = getattr(option.candidate.degrees, name)
+    if name == "offload_optimizer":
+        return int(1000 * value)
     return CP_COMM_TYPES.index(value) if name == "cp_comm_type" else int(value)
 
 

@@ -92,6 +92,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
         *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
         *_capacity_flags(instance.workload),
+        *_offload_flags(plan.degrees.offload_optimizer),
         *_shape_flags(model),
     ]
 
@@ -271,6 +272,13 @@ def _capacity_flags(workload: Training) -> list[str]:
         return []
     padded = ["--moe-pad-expert-input-to-capacity"] if workload.pad_experts else []
     return [f"--moe-expert-capacity-factor {workload.expert_capacity}", *padded]
+
+
+def _offload_flags(share: float) -> list[str]:
+    """(U1); arguments.py wants the precision-aware optimizer with it, whose states are in fp32 unless more is said."""
+    if not share:
+        return []
+    return ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share}", "--use-precision-aware-optimizer"]
 
 
 def _model_faults(model: Model) -> list[str]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+STORED = {column.name for column in COLUMNS}
 MAX_CATALOGUE_BYTES = 50_000_000
 """More cells than this holds are for pandas."""
 DIGITS, PART_DIGITS = 6, 4
@@ -273,7 +274,7 @@ def _short(keys: Sequence[Any]) -> list[str]:
 
 def _degrees(cells: pd.DataFrame) -> list[str | None]:
     """The degrees of every plan in words, as commands print them."""
-    names = [degree.name for degree in fields(Degrees)]
+    names = [degree.name for degree in fields(Degrees) if degree.name in STORED]
     rows = zip(*(_values(cells, name) for name in names), strict=True)
     plans = (dict(zip(names, row, strict=True)) for row in rows)
     return [None if None in own.values() else words_of_degrees(Degrees(**own)) for own in plans]

@@ -63,6 +63,8 @@ MEANING = {
     "zero": "ZeRO stage; 3 is FSDP",
     "dp_replicate": "whole copies among the replicas (HSDP)",
     "sequence_parallel": "activations between the split layers split too",
+    "offload_optimizer": "share of the optimizer on the host",
+    "offload_param": "sharded weights on the host",
 }
 
 
@@ -171,14 +173,14 @@ def degrees(instance: Instance, plan: Plan) -> Section:
     """The degrees, and over which levels each is spread."""
     levels = instance.cluster.levels
     rows = []
-    for name, value in asdict(plan.degrees).items():
+    for name, value in plan.degrees.to_dict().items():
         where = ""
         if name in ("tp", "pp", "dp", "cp"):
             factors = plan.placement.factors(name)
             spread = (f"{level} {n}" for level, n in zip(levels, factors, strict=True) if n > 1)
             where = " x ".join(spread) or "not split"
         said = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        shown = Cell(said) if isinstance(value, str) else number(int(value), said, name)
+        shown = Cell(said) if isinstance(value, str) else number(value, said, name)
         rows.append((Cell(name), shown, Cell(MEANING[name]), Cell(cut(where))))
     notes = Note(
         f"{degrees_in_words(plan)}; {plan.micro_batches} micro-batches, schedule {plan.schedule}, rank order "

@@ -290,7 +290,7 @@ def test_adam_of_671b_does_not_fit_on_96_devices_of_80_gb() -> None:
 
     Weights and fp32 gradients are 42 GB a device, with Adam 126 GB.
 
-    It ran with the whole optimizer on the host, which is not modelled.
+    It ran with the whole optimizer on the host.
     """
     model = sw.load_model("deepseek-v3")
     assert 6 * model.params / 96 / GB == pytest.approx(41.9, abs=0.1)
@@ -303,6 +303,12 @@ def test_adam_of_671b_does_not_fit_on_96_devices_of_80_gb() -> None:
     # Experts are spread over all devices; attention, shared experts and the ends are held by 8 ranks each.
     assert held > 6 * model.params / 96
     assert spread.verdict == "does not fit"
+    offloading = sw.Training(4096, 96, offload_optimizer=1.0)
+    freed = evaluated(model, "dgx-h100:12", offloading, recompute="full", tp=1, pp=12, ep=8, etp=1)
+    assert freed.legal
+    assert freed.fits
+    assert freed.host is not None
+    assert freed.host.node_bytes / GB > 16 * model.params / 12 / GB
     assert [stage.weights for stage in spread.stages].count(spread.stages[0].weights) < 12
     # Its last stage holds ten layers there: an uneven split is a plan like any other.
     uneven = evaluated(

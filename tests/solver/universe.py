@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from shardwise.data.cluster import Accelerator, Cluster, Domain, Link
+from shardwise.data.cluster import Accelerator, Cluster, Domain, Host, Link
 from shardwise.data.faults import InputError
 from shardwise.data.instance import Instance
 from shardwise.data.limits import parse_limits
@@ -61,7 +61,9 @@ def examples(few: int) -> settings:
 
 def accelerator(memory_bytes: int = MANY_BYTES) -> Accelerator:
     peaks = {"bf16": 1e15, "fp16": 1e15, "fp8": 2e15}
-    return Accelerator("toy", "none", memory_bytes, 3e12, peaks, tdp_w=700.0, price_usd_per_hour=2.0)
+    return Accelerator(
+        "toy", "none", memory_bytes, 3e12, peaks, tdp_w=700.0, host_link_bytes_per_s=32e9, price_usd_per_hour=2.0
+    )
 
 
 def llama(layers: int = 2, hidden: int = 1024, vocab: int = 32000, *, tied: bool = False) -> Model:
@@ -93,7 +95,9 @@ def node(devices: int, link: Link = NVLINK, device: Accelerator | None = None) -
     return Domain(f"node-{devices}", "node", link, device or accelerator(), devices)
 
 
-def cluster_of(sizes: tuple[Any, ...], links: tuple[Link, ...], device: Accelerator | None = None) -> Cluster:
+def cluster_of(
+    sizes: tuple[Any, ...], links: tuple[Link, ...], device: Accelerator | None = None, host_bytes: float = 2e12
+) -> Cluster:
     """The cluster of nested sizes: `(4,)` is one node, `(4, 3)` two nodes, `((4, 3), (2,))` three nodes in two racks."""
     depth = len(links)
 
@@ -103,7 +107,8 @@ def cluster_of(sizes: tuple[Any, ...], links: tuple[Link, ...], device: Accelera
         children = tuple(domain(child, level - 1, f"{name}.{i}") for i, child in enumerate(size))
         return Domain(name, ("rack", "site")[level - 1], links[level], children=children)
 
-    return Cluster("small", domain(sizes if depth > 1 else sizes[0], depth - 1, "root"))
+    root = domain(sizes if depth > 1 else sizes[0], depth - 1, "root")
+    return Cluster("small", root, host=Host(host_bytes, 4e11))
 
 
 def instance_of(
@@ -116,10 +121,11 @@ def instance_of(
     workload: Training | None = None,
     profile: Profile | None = None,
     memory_bytes: int = MANY_BYTES,
+    host_bytes: float = 2e12,
 ) -> Instance:
     return Instance(
         model or llama(),
-        cluster_of(sizes, links, accelerator(memory_bytes)),
+        cluster_of(sizes, links, accelerator(memory_bytes), host_bytes),
         workload or Training(1024, 8),
         load_rules(rules),
         profile or load_profile("megatron-core"),
@@ -255,16 +261,19 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"mtp_layers": 1},
     {"expert_capacity": 1.25, "expert_imbalance": 1.5},
     {"expert_capacity": 0.7, "pad_experts": True},
+    {"offload_optimizer": 0.5},
+    {"offload_optimizer": 1.0},
+    {"offload_optimizer": 1.0, "offload_param": True},
 )
-"""Adapters, packing, multi-token prediction and capacity, each in one instance of a few."""
+"""Adapters, packing, multi-token prediction, capacity and the optimizer on the host, each in one instance of a few."""
 
 
 @st.composite
-def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
-    """An instance of at most `most` plans; its memory limit is drawn from what its own plans need."""
+def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[str, Any], ...] = TUNINGS) -> Instance:
+    """An instance of at most `most` plans; its memory limits, of devices and hosts, are drawn from what its own plans need."""
     sizes, links = draw(clusters())
     batch = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16, 24, 64)))
-    model, profile, tuned = draw(models()), draw(profiles()), draw(st.sampled_from(TUNINGS))
+    model, profile, tuned = draw(models()), draw(profiles()), draw(st.sampled_from(tunings))
     if "mtp_layers" in tuned:
         model = replace(model, mtp_depth=1)
         if mtp_faults(load_rules("free"), model, 1):
@@ -284,16 +293,18 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         for name in PACKS
         if not mtp_faults(load_rules(name), model, workload.mtp_layers)
         and not capacity_faults(load_rules(name), model, workload)
+        and (not workload.offload_optimizer or name not in ("torchtitan", "accelerate"))
+        and (not workload.offload_param or name in ("deepspeed", "free"))
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
-    def build(limits: list[str], memory_bytes: int) -> Instance:
+    def build(limits: list[str], memory_bytes: int, host_bytes: float = 2e15) -> Instance:
         return instance_of(
             model, sizes, links, rules=rules, limits=tuple(limits), workload=workload, profile=profile,
-            memory_bytes=memory_bytes,
+            memory_bytes=memory_bytes, host_bytes=host_bytes,
         )  # fmt: skip
 
     limits = _consistent(limits)
@@ -306,14 +317,20 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
     rank = draw(st.sampled_from((None, None, 0.0, 0.02, 0.1, 0.3, 0.6)))
     if rank is None:
         return instance
-    needed = sorted(max(evaluate(instance, plan).memory_mib) for plan in _sample(instance, 120))
+    found = [evaluate(instance, plan) for plan in _sample(instance, 120)]
+    needed = sorted(max(one.memory_mib) for one in found)
     if not needed:
         return instance
+    hosts = sorted(one.host.node_bytes for one in found if one.host)
+    host_bytes = 2e15
+    if draw(st.booleans()) and hosts:
+        kept = draw(st.sampled_from((0.0, 0.05, 0.2, 0.5)))
+        host_bytes = hosts[int(kept * (len(hosts) - 1))] / 0.9 + 2e7
     # One MiB less than a plan needs, or exactly that.
     memory_mib = max(needed[int(rank * (len(needed) - 1))] - draw(st.integers(0, 1)), 1)
     if draw(st.booleans()):
-        return build(limits, memory_mib * MIB + draw(st.sampled_from((0, MIB - 1))))
-    return build([*limits, f"memory_gb<={(memory_mib + 0.5) * MIB / 1e9:.9f}"], MANY_BYTES)
+        return build(limits, memory_mib * MIB + draw(st.sampled_from((0, MIB - 1))), host_bytes)
+    return build([*limits, f"memory_gb<={(memory_mib + 0.5) * MIB / 1e9:.9f}"], MANY_BYTES, host_bytes)
 
 
 def _consistent(limits: list[str]) -> list[str]:
@@ -490,11 +507,13 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                 ):
                     if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
-                    if not may_shard(instance, zero, tp, cp, pp, dp):
-                        continue
                     degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, cp_comm_type=algorithm)
-                    if within_limits(instance, degrees):
-                        yield degrees, batch // (micro_batch * dp)
+                    if not within_limits(instance, degrees):
+                        continue
+                    for share, param in on_the_host(instance, zero):
+                        if may_shard(instance, zero, tp, cp, pp, dp, param=param):
+                            own = replace(degrees, offload_optimizer=share, offload_param=param)
+                            yield own, batch // (micro_batch * dp)
 
 
 def shards_sequence(instance: Instance, tp: int, cp: int) -> bool:
@@ -509,10 +528,13 @@ def needs_shards(instance: Instance, tp: int) -> bool:
     return tp > 1 and pack_of(instance) in ("megatron-core", "mindspeed") and has_experts(instance)
 
 
-def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int) -> bool:
-    """The rows of docs/rules.md on ZeRO; with nothing to share stages 2 and 3 are 1 or 0 again."""
+def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int, *, param: bool) -> bool:
+    """The rows of docs/rules.md on ZeRO; with nothing to share stages 2 and 3 are 1 or 0 again, unless the host has the
+    weights (`param`), which takes no pipeline."""
     replicas = cp * dp > 1
-    if zero > 1 and not replicas:
+    if param and pp > 1:
+        return False
+    if zero > 1 and not replicas and not param:
         return False
     match pack_of(instance):
         case "torchtitan":
@@ -523,6 +545,20 @@ def may_shard(instance: Instance, zero: int, tp: int, cp: int, pp: int, dp: int)
             return True
         case _:
             return zero <= 1 or pp == 1
+
+
+def on_the_host(instance: Instance, zero: int) -> list[tuple[float, bool]]:
+    """The rows of docs/rules.md on the host: no share of the optimizer, or those that the workload allows; with all of it
+    the weights too."""
+    asked = instance.workload.offload_optimizer
+    some = [0.25, 0.5, 0.75, 1.0] if asked == "auto" else [asked] if asked else []
+    match pack_of(instance):
+        case "megatron-core" | "mindspeed":
+            some = some if zero == 1 else []
+        case "deepspeed":
+            some = [share for share in some if zero == 3 or (zero > 0 and share == 1)]
+    weights = instance.workload.offload_param and zero == 3 and 1.0 in some
+    return [(share, False) for share in (0.0, *some)] + ([(1.0, True)] if weights else [])
 
 
 def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -781,7 +817,8 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
     return (
         (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
         (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
-        (d.micro_batch, (1, 0, 2, 3).index(d.zero), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
+        (d.micro_batch, (1, 0, 2, 3).index(d.zero), d.offload_optimizer, d.offload_param),
+        (-int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),
         place.rank_order == "tp-pp-dp",
