@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, SPLIT
+from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
@@ -52,7 +53,6 @@ from shardwise.formulations.step_time import (
     params_optimizer_s,
     params_sync_s,
     spans_of,
-    split_spans,
     straggling,
     sync_rates,
     tied_sync_s,
@@ -161,7 +161,7 @@ class CostTables:
 
     def _computed(self, sharding: Sharding) -> ShardTerms:
         """`layer_costs.compute_terms`, remembered."""
-        key = replace(sharding, cp_comm_type="p2p")
+        key = replace(sharding, cp_comm_type="p2p", cp_a2a=1)
         if key not in self._compute:
             self._compute[key] = compute_terms(self.instance, key)
         return self._compute[key]

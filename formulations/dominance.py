@@ -1,6 +1,6 @@
 """Algorithms of context parallelism that another one makes pointless, told before any plan is bounded.
 
-(D1) Of two candidates that differ in `cp_comm_type` alone and lie alike, let the one by a ring have passes of every
+(D1) Of two candidates that differ in `cp_comm_type` and `cp_a2a` alone and lie alike, let the one by a ring have passes of every
      layer kind that are no longer, and no more exposed communication in them. It has less element-wise work. Every
      stage of the same split then keeps no more memory, as (M6) and copied key/value heads count for the others alone,
      is no later at any pass, and what a shorter pass hides less of the gradient sync, `dp_comm_overlap` times the
@@ -40,7 +40,7 @@ MARGIN_S = 1e-6
 def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     """(D1) Which rows of a grid have one by a ring that is at least as good, before it in the tie order, and legal."""
     shape, instance = grid.shape, best.tables.instance
-    if shape.cp_comm_type == "p2p" or "p2p" not in context_algorithms(instance, shape.tp, shape.cp):
+    if shape.cp_comm_type == "p2p" or ("p2p", 1) not in context_algorithms(instance, shape.tp, shape.cp):
         return np.zeros(len(grid), dtype=bool)
     sizes, at = grid.sizes
     return np.array([ring_wins(best, shape.sharding(int(size))) for size in sizes], dtype=bool)[at]
@@ -55,7 +55,7 @@ def ring_wins(best: BestCase, sharding: Sharding) -> bool:
 
 def _ring_wins(best: BestCase, sharding: Sharding) -> bool:
     instance, profile = best.tables.instance, best.tables.instance.profile
-    ring = replace(sharding, cp_comm_type="p2p")
+    ring = replace(sharding, cp_comm_type="p2p", cp_a2a=1)
     kinds = [
         (kind, least)
         for kind, least in zip(instance.model.kinds, best.terms(ring).kinds, strict=True)
@@ -70,8 +70,8 @@ def _ring_wins(best: BestCase, sharding: Sharding) -> bool:
             gains = (
                 two.forward_s - one.forward_s,
                 two.backward_s - one.backward_s,
-                other.exchange_forward - profile.cp_comm_exposed * own.context_forward,
-                other.exchange_backward - profile.cp_comm_exposed * own.context_backward,
+                other.exchange_forward - profile.cp_comm_exposed * (own.context_forward - other.context_forward),
+                other.exchange_backward - profile.cp_comm_exposed * (own.context_backward - other.context_backward),
             )
             if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
                 return False

@@ -24,7 +24,9 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      3). By an all-gather attention waits for the same collectives (Llama Team, arXiv 2407.21783, section 3.3.2), and puts
      what is gathered in order: read and written. Ulysses (arXiv 2309.14509, section 3.1) waits for an all-to-all of
      queries, keys and values and one of outputs, 2 x (q + k + v + o) / t bytes on a rank, each way, and packs what it
-     sends. Fewer key/value heads than c are copied for it. Recurrent mixers pass their states on in any case.
+     sends. Fewer key/value heads than c are copied for it. A hierarchy (Fang & Zhao, arXiv 2405.07719) does
+     that over a of the c ranks, and is a ring of c / a groups for the a-th part of the heads that a rank then has, each rank
+     with its own c / a others. Recurrent mixers pass their states on in any case.
 (L7) expert parallelism sends each routed token out and back: two all-to-alls of 2 x k h / t bytes each way (Lepikhin et
      al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5). All
      wait for the busiest rank, which has `expert_imbalance` times the mean to exchange and to compute.
@@ -67,7 +69,7 @@ from shardwise.data.adapters import adapts
 from shardwise.data.cluster import Link
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
 from shardwise.data.workload import FROZEN_BYTES
-from shardwise.formulations.collectives import collective_time_s
+from shardwise.formulations.collectives import collective_time_s, split_spans
 from shardwise.formulations.kernels import (
     attention_time_s,
     gemm_time_s,
@@ -116,6 +118,12 @@ class Sharding:
     ep: int = 1
     etp: int = 1
     cp_comm_type: CpCommType = "p2p"
+    cp_a2a: int = 1
+
+    @property
+    def exchanged(self) -> int:
+        """(L6) Neighbouring ranks of context parallelism that exchange sequence for heads."""
+        return self.cp if self.cp_comm_type == "a2a" else self.cp_a2a
 
     @property
     def spread(self) -> bool:
@@ -126,7 +134,7 @@ class Sharding:
 def sharding_of(degrees: Degrees) -> Sharding:
     """What the layers see of the degrees."""
     d = degrees
-    return Sharding(d.tp, d.micro_batch, d.sequence_parallel, d.cp, d.ep, d.etp, d.cp_comm_type)
+    return Sharding(d.tp, d.micro_batch, d.sequence_parallel, d.cp, d.ep, d.etp, d.cp_comm_type, d.cp_a2a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +287,8 @@ def _tokens(instance: Instance, sharding: Sharding) -> float:
 def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L6)."""
     softmax = isinstance(kind.mixer, Attention)
-    if softmax and sharding.cp_comm_type == "a2a":
-        sizes = ulysses_bytes(instance, kind, sharding)
-        once = sum(_fastest_s(instance, "alltoall", size, groups.cp) for size in sizes)
-        packed = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
-        return packed + LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
+    if softmax and sharding.exchanged > 1:
+        return _exchange_terms(instance, kind, sharding, groups)
     size = context_parallel_bytes(instance, kind, sharding)
     gather = _fastest_s(instance, "all_gather", size, groups.cp)
     reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
@@ -293,6 +298,22 @@ def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, group
             exchange_forward=gather, exchange_backward=gather + reduce, launches=GATHER_LAUNCHES
         )
     return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+
+
+def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
+    """(L6) of an exchange of sequence for heads, and of the ring among several groups that do."""
+    split = [split_spans(spans, sharding.exchanged) for spans in groups.cp]
+    near, far = tuple(own for own, _ in split), tuple(others for _, others in split)
+    sizes = ulysses_bytes(instance, kind, sharding)
+    once = sum(_fastest_s(instance, "alltoall", size, near) for size in sizes)
+    total = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
+    total += LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
+    turns = sharding.cp // sharding.exchanged - 1
+    if not turns:
+        return total
+    size = context_parallel_bytes(instance, kind, sharding)
+    gather, reduce = (_fastest_s(instance, op, size, far) for op in ("all_gather", "reduce_scatter"))
+    return total + LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * turns)
 
 
 def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tuple[float, float]:
@@ -307,18 +328,16 @@ def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tu
 
 def kv_heads_here(mixer: Attention, sharding: Sharding) -> float:
     """Key/value heads of one layer on one device, those included that Ulysses copies so that each rank has one."""
-    least = sharding.cp if sharding.cp_comm_type == "a2a" else 1
-    return max(mixer.kv_heads / sharding.tp, least)
+    return max(mixer.kv_heads / sharding.tp, sharding.exchanged)
 
 
 def context_parallel_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> float:
-    """(L6) Keys and values of one layer, gathered; of a recurrent mixer the states that are passed on."""
+    """(L6) Keys and values of one layer, gathered, of the heads that a rank has in a ring; of a recurrent mixer the states
+    that are passed on."""
     mixer = kind.mixer
     if isinstance(mixer, Attention):
-        heads = max(mixer.kv_heads / sharding.tp, 1)
-        width = heads * (mixer.head_dim + mixer.v_head_dim)
-        if mixer.latent is not None:
-            width = mixer.heads / sharding.tp * (mixer.head_dim + mixer.v_head_dim)
+        heads = mixer.heads / sharding.tp if mixer.latent is not None else kv_heads_here(mixer, sharding)
+        width = heads / sharding.exchanged * (mixer.head_dim + mixer.v_head_dim)
         return ACTIVATION_BYTES * _tokens(instance, sharding) * sharding.cp * width
     assert mixer is not None
     return ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp

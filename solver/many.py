@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.data.profile import Profile
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
-DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
+DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate", "cp_a2a")
 WORKLOAD = ("precision", "optimizer", "attention", "lora_modules", "base_precision")
 SIZES = ("seq_len", "lora_rank", "mtp_layers")
 SHARES = ("expert_imbalance", "expert_capacity")
@@ -77,7 +77,7 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     ----------
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
-        cp_comm_type, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
+        cp_comm_type, cp_a2a, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
         attention, lora_rank, lora_modules, base_precision, mean_document_length, expert_imbalance, expert_capacity,
         pad_experts, mtp_layers, rules, profile. What is absent or empty takes the default of `shardwise evaluate`: dp the
         devices that are left, sequence_parallel on where tp > 1.

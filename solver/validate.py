@@ -228,7 +228,7 @@ def run_faults(p: Planned) -> list[str]:
     faults = tensor_faults(FREE, instance.model, d.tp, d.sequence_parallel, instance.workload.seq_len)
     if batch % (d.micro_batch * d.dp):
         faults.append(f"micro_batch={d.micro_batch} x dp={d.dp} does not divide global_batch={batch}")
-    faults += context_faults(FREE, instance.model, d.tp, d.cp, instance.workload.seq_len, d.cp_comm_type)
+    faults += context_faults(FREE, instance.model, d.tp, d.cp, instance.workload.seq_len, d.cp_comm_type, d.cp_a2a)
     return faults + expert_group_faults(FREE, instance.model, d.tp, d.ep, d.etp)
 
 

@@ -147,6 +147,8 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
             flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
         flags += [f"--context-parallel-size {d.cp}", f"--cp-comm-type {d.cp_comm_type}"]
+    if d.cp_a2a > 1:
+        flags.append(f"--hierarchical-context-parallel-sizes {d.cp_a2a} {d.cp // d.cp_a2a}")
     if d.dp_replicate > 1:
         flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:

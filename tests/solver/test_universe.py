@@ -296,8 +296,12 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
         )
         ranks = prod(placement.tp) * prod(placement.cp) * prod(placement.dp)
         etp = data.draw(st.sampled_from((1, prod(placement.tp))))
+        cp = prod(placement.cp)
+        algorithms = [(name, 1) for name in CP_COMM_TYPES[:3]]
+        algorithms += [(CP_COMM_TYPES[3], n) for n in range(2, cp) if cp % n == 0]
+        algorithm, near = data.draw(st.sampled_from(algorithms))
         degrees = Degrees(
-            cp=prod(placement.cp),
+            cp=cp,
             ep=data.draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (n * etp) == 0])),
             etp=etp,
             tp=prod(placement.tp),
@@ -307,7 +311,8 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
             micro_batch=data.draw(st.sampled_from((1, 2, 3, 4))),
             zero=data.draw(st.integers(0, 3)),
             sequence_parallel=data.draw(st.booleans()),
-            cp_comm_type=data.draw(st.sampled_from(CP_COMM_TYPES)),
+            cp_comm_type=algorithm,
+            cp_a2a=near,
         )
         micro_batches = max(instance.workload.global_batch // (degrees.dp * degrees.micro_batch), 1)
         possible = splits(layers, degrees.pp, degrees.vpp)
