@@ -16,12 +16,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.data.model import Attention
+from shardwise.formulations.bounds import context_alone
 from shardwise.formulations.candidates import context_algorithms
 from shardwise.formulations.layer_costs import Groups, context_terms
 from shardwise.formulations.layer_time import layer_time
@@ -30,7 +30,7 @@ from shardwise.formulations.step_time import spans_of
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from shardwise.formulations.bounds import BestCase
+    from shardwise.formulations.bounds import BestCase, Pair
     from shardwise.formulations.candidates import Grid
     from shardwise.formulations.layer_costs import Sharding
 
@@ -54,25 +54,39 @@ def ring_wins(best: BestCase, sharding: Sharding) -> bool:
 
 
 def _ring_wins(best: BestCase, sharding: Sharding) -> bool:
+    profile = best.tables.instance.profile
+    pairs = _exchanges(best, context_alone(sharding))
+    if pairs is None:
+        return False
+    kinds = best.common(sharding).kinds
+    for index, own, other in pairs:
+        one, two = (layer_time(kinds[index] + context, profile, sharding.tp) for context in (own, other))
+        gains = two.forward_s - one.forward_s, two.backward_s - one.backward_s
+        if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
+            return False
+    return True
+
+
+def _exchanges(best: BestCase, sharding: Sharding) -> tuple[Pair, ...] | None:
+    """What the ring and the other algorithm do, for every kind of layer with attention and every place of the group,
+    remembered; None where the ring has not less of it exposed."""
+    if sharding in best.exchanges:
+        return best.exchanges[sharding]
     instance, profile = best.tables.instance, best.tables.instance.profile
-    ring = replace(sharding, cp_comm_type="p2p", cp_a2a=1)
-    kinds = [
-        (kind, least)
-        for kind, least in zip(instance.model.kinds, best.terms(ring).kinds, strict=True)
-        if isinstance(kind.mixer, Attention)
-    ]
+    best.exchanges[sharding] = None
+    pairs: list[Pair] = []
     for factors in best.group_factors(sharding.cp):
         groups = Groups((), (spans_of(factors, instance.levels),))
-        for kind, least in kinds:
-            own, other = (context_terms(instance, kind, way, groups) for way in (ring, sharding))
-            common = replace(least, context_forward=0.0, context_backward=0.0, launches=least.launches - own.launches)
-            one, two = (layer_time(common + context, profile, sharding.tp) for context in (own, other))
+        for index, kind in enumerate(instance.model.kinds):
+            if not isinstance(kind.mixer, Attention):
+                continue
+            own, other = (context_terms(instance, kind, way, groups) for way in (sharding.ring, sharding))
             gains = (
-                two.forward_s - one.forward_s,
-                two.backward_s - one.backward_s,
                 other.exchange_forward - profile.cp_comm_exposed * (own.context_forward - other.context_forward),
                 other.exchange_backward - profile.cp_comm_exposed * (own.context_backward - other.context_backward),
             )
             if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
-                return False
-    return True
+                return None
+            pairs.append((index, own, other))
+    best.exchanges[sharding] = tuple(pairs)
+    return best.exchanges[sharding]

@@ -121,6 +121,11 @@ class Sharding:
     cp_a2a: int = 1
 
     @property
+    def ring(self) -> Sharding:
+        """The same by a ring."""
+        return replace(self, cp_comm_type="p2p", cp_a2a=1)
+
+    @property
     def exchanged(self) -> int:
         """(L6) Neighbouring ranks of context parallelism that exchange sequence for heads."""
         return self.cp if self.cp_comm_type == "a2a" else self.cp_a2a
@@ -213,6 +218,12 @@ def row_outputs(kind: LayerKind, spread: bool) -> int:
 
 def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
     """Terms of all layer kinds, embedding and head; `compute` has those of `compute_terms`."""
+    common = common_terms(instance, sharding, groups, compute)
+    return with_context(instance, common, context_by_kind(instance, sharding, groups))
+
+
+def common_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
+    """Without (L6): the same for every algorithm of context parallelism."""
     once = _tensor_parallel_time_s(instance, sharding, groups)
     turns = _collectives(sharding)
     kinds = tuple(
@@ -227,8 +238,24 @@ def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute:
     return ShardTerms(kinds, compute.embedding + start, head)
 
 
+def context_by_kind(instance: Instance, sharding: Sharding, groups: Groups) -> tuple[LayerTerms, ...]:
+    """(L6) of one layer of each kind."""
+    return tuple(
+        context_terms(instance, kind, sharding, groups) if sharding.cp > 1 and kind.mixer is not None else LayerTerms()
+        for kind in instance.model.kinds
+    )
+
+
+def with_context(instance: Instance, common: ShardTerms, contexts: tuple[LayerTerms, ...]) -> ShardTerms:
+    """`common_terms` and those of `context_by_kind`."""
+    head = common.head
+    for _ in range(instance.workload.mtp_layers):
+        head += contexts[instance.model.kind_indices[-1]]
+    return ShardTerms(tuple(map(add, common.kinds, contexts)), common.embedding, head)
+
+
 def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups, once: float) -> LayerTerms:
-    """(L5)-(L7) of one layer; `once` is the communication of one row-parallel output."""
+    """(L5), (L7) of one layer; `once` is the communication of one row-parallel output."""
     outputs, turns = row_outputs(kind, sharding.spread), _collectives(sharding)
     total = LayerTerms(
         tensor_forward=outputs * once,
@@ -236,8 +263,6 @@ def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, grou
         launches=outputs * turns,
         collectives=outputs * turns,
     )
-    if sharding.cp > 1 and kind.mixer is not None:
-        total += context_terms(instance, kind, sharding, groups)
     if sharding.spread and isinstance(kind.ffn, Moe):
         total += _expert_exchange(instance, kind.ffn, sharding, groups)
     return total
@@ -297,7 +322,12 @@ def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, group
         return ordered + LayerTerms(
             exchange_forward=gather, exchange_backward=gather + reduce, launches=GATHER_LAUNCHES
         )
-    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=_ring_launches(sharding))
+
+
+def _ring_launches(sharding: Sharding) -> float:
+    """(L6), (L9) Sends and receives of a layer."""
+    return 2.0 * (sharding.cp // sharding.exchanged - 1)
 
 
 def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
@@ -308,12 +338,13 @@ def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, gro
     once = sum(_fastest_s(instance, "alltoall", size, near) for size in sizes)
     total = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
     total += LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
-    turns = sharding.cp // sharding.exchanged - 1
-    if not turns:
+    if sharding.exchanged == sharding.cp:
         return total
     size = context_parallel_bytes(instance, kind, sharding)
     gather, reduce = (_fastest_s(instance, op, size, far) for op in ("all_gather", "reduce_scatter"))
-    return total + LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * turns)
+    return total + LayerTerms(
+        context_forward=gather, context_backward=gather + reduce, launches=_ring_launches(sharding)
+    )
 
 
 def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tuple[float, float]:
