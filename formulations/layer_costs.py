@@ -322,12 +322,7 @@ def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, group
         return ordered + LayerTerms(
             exchange_forward=gather, exchange_backward=gather + reduce, launches=GATHER_LAUNCHES
         )
-    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=_ring_launches(sharding))
-
-
-def _ring_launches(sharding: Sharding) -> float:
-    """(L6), (L9) Sends and receives of a layer."""
-    return 2.0 * (sharding.cp // sharding.exchanged - 1)
+    return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
 
 
 def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
@@ -338,13 +333,12 @@ def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, gro
     once = sum(_fastest_s(instance, "alltoall", size, near) for size in sizes)
     total = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
     total += LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
-    if sharding.exchanged == sharding.cp:
+    turns = sharding.cp // sharding.exchanged - 1
+    if not turns:
         return total
     size = context_parallel_bytes(instance, kind, sharding)
     gather, reduce = (_fastest_s(instance, op, size, far) for op in ("all_gather", "reduce_scatter"))
-    return total + LayerTerms(
-        context_forward=gather, context_backward=gather + reduce, launches=_ring_launches(sharding)
-    )
+    return total + LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * turns)
 
 
 def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tuple[float, float]:
