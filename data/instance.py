@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults
+from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults, overlap_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -72,6 +72,7 @@ class Instance:
             )
         faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
         faults += capacity_faults(self.rules, self.model, self.workload)
+        faults += overlap_faults(self.rules, self.workload)
         faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)
@@ -89,6 +90,12 @@ class Instance:
     def free_nodes(self, blocks: tuple[int, ...]) -> int:
         """Nodes that a placement with these `blocks` leaves free."""
         return len(self.cluster.leaves) - prod(blocks[1:])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether matrix products and the collectives of tensor parallelism overlap, where there is sequence parallelism."""
+        said = self.workload.tp_overlap
+        return bool(self.profile.tp_overlap) if said is None else said
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -57,6 +57,8 @@ class Rules:
     capacity
         Experts may have a capacity: it only drops tokens or pads experts too ("any"), it always pads ("padded"), or there is
         none.
+    tp_overlap
+        Matrix products and collectives of tensor parallelism can overlap piece by piece.
     transformer_engine
         Attention under context parallelism is that of Transformer Engine, with its own rules.
     joint_sequence
@@ -89,6 +91,7 @@ class Rules:
     zigzag: bool = True
     ulysses_kv: Literal["divides", "multiple", "any"] = "divides"
     transformer_engine: bool = False
+    tp_overlap: bool = False
     mtp: bool = False
     capacity: Literal["none", "any", "padded"] = "none"
     joint_sequence: bool = False
@@ -108,6 +111,7 @@ MEGATRON_CORE = Rules(
     experts_need_sequence_parallel=True,
     context=("p2p", "allgather", "a2a", "a2a+p2p"),
     transformer_engine=True,
+    tp_overlap=True,
     mtp=True,
     capacity="any",
 )
@@ -127,6 +131,7 @@ TORCHTITAN = Rules(
     kv_replicas=False,
     context=("p2p", "allgather"),
     joint_sequence=True,
+    tp_overlap=True,
     expert_split="1",
 )
 DEEPSPEED = Rules(
@@ -172,6 +177,7 @@ MINDSPEED = replace(
     zigzag=False,
     ulysses_kv="any",
     transformer_engine=False,
+    tp_overlap=False,
     strict_dualpipe=True,
 )
 FREE = Rules(
@@ -191,6 +197,7 @@ FREE = Rules(
     ulysses_kv="multiple",
     mtp=True,
     capacity="any",
+    tp_overlap=True,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -295,6 +302,13 @@ def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
     elif not isinstance(model.layers[-1].mixer, Attention) or model.layers[-1].ffn is None:
         faults.append(f"mtp_layers={modules}: the last layer of {model.name} is no transformer layer")
     return faults
+
+
+def overlap_faults(rules: Rules, workload: Training) -> list[str]:
+    """Overlap of tensor parallelism (arguments.py L1442; torchtitan `enable_async_tensor_parallel`)."""
+    if workload.tp_overlap and not rules.tp_overlap:
+        return [f"tp_overlap=true: {rules.name} does not overlap the collectives of tensor parallelism"]
+    return []
 
 
 def capacity_faults(rules: Rules, model: Model, workload: Training) -> list[str]:

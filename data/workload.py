@@ -60,6 +60,9 @@ class Training:
 
     `mtp_layers` multi-token-prediction modules are trained behind the last layer, none where it is 0.
 
+    `tp_overlap` says whether matrix products and the collectives of tensor parallelism beside them overlap, piece by piece;
+    None, as in the runs that the profile was fitted to.
+
     Raises
     ------
     ValueError
@@ -81,6 +84,7 @@ class Training:
     mtp_layers: int = 0
     expert_capacity: float | None = None
     pad_experts: bool = False
+    tp_overlap: bool | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -105,6 +109,8 @@ class Training:
             for name in ("fused_norm", "fp32_gradients", "pad_experts")
             if not isinstance(getattr(self, name), bool)
         ]
+        if not (self.tp_overlap is None or isinstance(self.tp_overlap, bool)):
+            faults.append(f"workload.tp_overlap={self.tp_overlap!r} must be true or false")
         for name, chosen, allowed in (
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),
@@ -166,13 +172,14 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing, imbalance, multi-token prediction and capacity where there are
-        none."""
+        """The fields, without those of adapters, packing, imbalance, multi-token prediction, capacity and overlap where
+        there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
         unused += [] if self.mtp_layers else ["mtp_layers"]
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
+        unused += ["tp_overlap"] if self.tp_overlap is None else []
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property

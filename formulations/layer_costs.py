@@ -1,6 +1,6 @@
 """Terms of the time of one layer, of the embedding and of the head, on one device for one micro-batch.
 
-Nothing here depends on a software profile: `layer_time` joins the terms with one. With `s` the sequence length, `b` the
+Nothing here but (L15) depends on a software profile: `layer_time` joins the terms with one. With `s` the sequence length, `b` the
 micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidden size, `t` the tensor-parallel degree,
 `e` the expert-parallel degree and GEMM(M, N, K) the measured-curve time of `kernels.gemm_time_s`:
 
@@ -55,6 +55,17 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      (x / t under sequence parallelism), and drops the others (Lepikhin et al., arXiv 2006.16668, section 2.2; Megatron
      core/transformer/moe/moe_utils.py, `get_capacity`). The busiest rank of (L7) then has at most E C / (y k) times the
      mean, and exactly that where every expert is padded to C, spread or not.
+(L15) where matrix products and the collectives of (L5) beside them overlap, in sequence parallelism alone, each collective
+     goes in t pieces beside t pieces of its product (Wang et al., ASPLOS 2023, "Overlap communication with dependent
+     computation via decomposition", section 3; PyTorch `_micro_pipeline_tp`; Megatron --tp-comm-overlap). Of a collective C
+     beside a product G of pieces all but  (1 - 1 / t) min(C, G)  has to show: the first piece, and what G is too short for.
+     Half of that is counted as hidden (OVERLAPPED_SHARE): torchtitan's three pairs of runs of an 8B model with tp = 8, with
+     and without, hid 0.4 to 0.7 of it. G is t times a piece, and what it takes longer than the product in one is added, with
+     2 t - 3 launches. The gather is
+     beside the column-parallel product, the scatter beside the row-parallel one, and in the backward pass beside their
+     data gradients. Products of latent attention ahead of its heads, routed experts, the embedding and the head have
+     none. C and G are those of the profile (J1). In a profile that was fitted to runs with overlap its
+     `tp_comm_exposed` says what shows, and without overlap all of it does.
 """
 
 from __future__ import annotations
@@ -79,6 +90,8 @@ from shardwise.formulations.kernels import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import CpCommType, Degrees
     from shardwise.data.workload import Training
@@ -103,6 +116,7 @@ ADAPTER_VALUES, ADAPTER_LAUNCHES = 5, 4
 COPIED_VALUES = 2
 GATHER_LAUNCHES, ULYSSES_LAUNCHES = 2, 4
 UNPACK_LAUNCHES = 3
+OVERLAPPED_SHARE = 0.5
 
 Spans = tuple[tuple[int, Link], ...]
 
@@ -263,6 +277,13 @@ def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, grou
         launches=outputs * turns,
         collectives=outputs * turns,
     )
+    if (
+        sharding.tp > 1
+        and sharding.sequence_parallel
+        and instance.workload.tp_overlap
+        and not instance.profile.tp_overlap
+    ):
+        total += _overlap(instance, kind, sharding, groups)
     if sharding.spread and isinstance(kind.ffn, Moe):
         total += _expert_exchange(instance, kind.ffn, sharding, groups)
     return total
@@ -281,10 +302,64 @@ def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, groups: Grou
     """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
         return 0.0
-    size = tensor_parallel_bytes(instance, sharding)
-    if sharding.sequence_parallel:
-        return sum(_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
-    return _fastest_s(instance, "all_reduce", size, groups.tp)
+    size, ops = tensor_parallel_bytes(instance, sharding), ("all_gather", "reduce_scatter")
+    once = sum(
+        _fastest_s(instance, op, size, groups.tp) for op in (ops if sharding.sequence_parallel else ("all_reduce",))
+    )
+    shown = instance.profile.tp_comm_exposed
+    if instance.profile.tp_overlap and instance.workload.tp_overlap is False and 0 < shown < 1:
+        return once / shown  # (L15)
+    return once
+
+
+def _overlap(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
+    """(L15) of one layer: what does not show of its collectives, and what the pieces of its products take longer."""
+    profile, tp, accelerator = instance.profile, sharding.tp, instance.accelerator
+    size, tokens = tensor_parallel_bytes(instance, sharding), _tokens(instance, sharding)
+    gather, scatter = (_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
+    total = LayerTerms()
+    for column, n, k in _overlapped(instance, kind, tp):
+        passes = []
+        for collective, out, into in ((gather, n, k), (scatter, k, n)) if column else ((scatter, n, k), (gather, k, n)):
+            whole = gemm_time_s(accelerator, tokens, out, into, instance.workload.peak)
+            pieces = tp * gemm_time_s(accelerator, tokens / tp, out, into, instance.workload.peak)
+            covered = min(profile.tp_comm_exposed * collective, profile.gemm * pieces)
+            share = OVERLAPPED_SHARE * (1 - 1 / tp)
+            hidden = share * covered / profile.tp_comm_exposed if profile.tp_comm_exposed else 0.0
+            passes.append((max(pieces - whole, 0.0), hidden))
+        (longer, hidden), (longer_back, hidden_back) = passes
+        total += LayerTerms(
+            gemm_forward=longer,
+            gemm_backward=longer_back,
+            gemm_frozen=longer_back,
+            tensor_forward=-hidden,
+            tensor_backward=-hidden_back,
+            launches=2 * tp - 3,
+        )
+    return total
+
+
+def _overlapped(instance: Instance, kind: LayerKind, tp: int) -> Iterator[tuple[bool, float, float]]:
+    """(L15) Products k -> n on one device with a collective beside them: whether column-parallel, n, k."""
+    hidden, mixer, ffn = instance.model.hidden, kind.mixer, kind.ffn
+    if isinstance(mixer, Attention):
+        heads, kv_heads = max(mixer.heads // tp, 1), max(mixer.kv_heads // tp, 1)
+        if mixer.latent is None:
+            yield True, heads * mixer.head_dim + kv_heads * (mixer.head_dim + mixer.v_head_dim), hidden
+        yield False, hidden, heads * mixer.v_head_dim
+    elif mixer is not None:
+        inner, _, width = _recurrent_widths(mixer, tp)
+        yield True, width, hidden
+        yield False, hidden, inner
+    wide, gated = 0, False
+    if isinstance(ffn, Mlp):
+        wide, gated = ffn.intermediate, ffn.gated
+    elif ffn is not None:
+        wide, gated = ffn.shared_intermediate, ffn.gated
+    if wide:
+        own = max(wide // tp, 1)
+        yield True, own * (2 if gated else 1), hidden
+        yield False, hidden, own
 
 
 def _fastest_s(instance: Instance, op: str, size: float, alternatives: tuple[Spans, ...]) -> float:
@@ -578,19 +653,22 @@ def softmax_kernel(instance: Instance, sharding: Sharding, heads: int) -> str:
 
 def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L3): projections and chunked scan of a recurrent mixer."""
-    tp, hidden = sharding.tp, instance.model.hidden
-    if isinstance(part, Mamba):
-        inner, state = max(part.inner // tp, 1), part.state
-        width = 2 * inner + 2 * part.groups * state // tp + (part.heads or 0) // tp
-    else:
-        inner = max(part.value_heads * part.value_dim // tp, 1)
-        state = part.key_dim
-        width = 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
+    hidden = instance.model.hidden
+    inner, state, width = _recurrent_widths(part, sharding.tp)
     total = _linear(instance, tokens, (width,), hidden, "mixer") + _linear(instance, tokens, (hidden,), inner, "mixer")
     total += _traffic(instance, 2 * tokens * (width + 2 * inner))
     precision = sixteen_bit(instance.workload.precision)
     scan = gemm_time_s(instance.accelerator, tokens, inner, 2 * state + SCAN_CHUNK, precision)
     return total + LayerTerms(core_forward=scan, core_backward=2 * scan, launches=RECURRENT_LAUNCHES)
+
+
+def _recurrent_widths(part: LinearAttention | Mamba, tp: int) -> tuple[int, int, int]:
+    """Inner width, state and width of the input projection of a recurrent mixer on one device."""
+    if isinstance(part, Mamba):
+        inner, state = max(part.inner // tp, 1), part.state
+        return inner, state, 2 * inner + 2 * part.groups * state // tp + (part.heads or 0) // tp
+    inner = max(part.value_heads * part.value_dim // tp, 1)
+    return inner, part.key_dim, 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
 
 
 def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding, tokens: float) -> LayerTerms:

@@ -48,6 +48,7 @@ from shardwise.solver.cli_workload import (
     ModelArgument,
     MtpOption,
     OptimizerOption,
+    OverlapOption,
     PadOption,
     PrecisionOption,
     ProfileOption,
@@ -174,6 +175,7 @@ def plan_training(
     mtp_layers: MtpOption = None,
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
+    tp_overlap: OverlapOption = None,
     objective: Annotated[
         str, typer.Option("--objective", help="step-time, throughput-per-device, energy, cost or devices.")
     ] = "step-time",
@@ -221,7 +223,7 @@ def plan_training(
         {"seq_len": seq_len, "global_batch": global_batch, **kinds}
         | tuning_fields(lora_rank, lora_modules, qlora)
         | packing_fields(mean_document_length, lengths)
-        | routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
+        | routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts, tp_overlap)
     )
     with progress(quiet) as watch:
         from shardwise.solver.pareto import pareto_front
@@ -317,6 +319,7 @@ def evaluate_command(
     mtp_layers: MtpOption = None,
     expert_capacity: CapacityOption = None,
     pad_experts: PadOption = None,
+    tp_overlap: OverlapOption = None,
     rules: Annotated[str | None, typer.Option("--rules", help=f"{RULES}; megatron-core by default.")] = None,
     profile: ProfileOption = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree, default 1.")] = None,
@@ -394,7 +397,7 @@ def evaluate_command(
         seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
     workload |= tuning_fields(lora_rank, lora_modules, qlora) | packing_fields(mean_document_length, lengths)
-    workload |= routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts)
+    workload |= routing_fields(expert_imbalance, mtp_layers, expert_capacity, pad_experts, tp_overlap)
     packs = given(rules=rules, profile=profile)
     limits = None if fix is None and limit is None else [*(fix or []), *(limit or [])]
     with with_terms(tokens, price, node_mtbf_hours, checkpoint_s, restart_s, straggler_margin) as terms:

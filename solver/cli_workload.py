@@ -57,6 +57,13 @@ PadOption = Annotated[
     bool | None,
     typer.Option("--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."),
 ]
+OverlapOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--tp-overlap/--no-tp-overlap",
+        help="Overlap tensor-parallel collectives with the products beside them; as the profile has it by default.",
+    ),
+]
 LengthsOption = Annotated[
     str | None, typer.Option("--lengths", metavar="FILE", help="The same, by a CSV with the columns length,count.")
 ]
@@ -84,12 +91,16 @@ def packing_fields(mean_document_length: float | None, lengths: str | None) -> d
 
 
 def routing_fields(
-    expert_imbalance: float | None, mtp_layers: int | None, expert_capacity: float | None, pad_experts: bool | None
+    expert_imbalance: float | None,
+    mtp_layers: int | None,
+    expert_capacity: float | None,
+    pad_experts: bool | None,
+    tp_overlap: bool | None,
 ) -> dict[str, Any]:
-    """What the options say of experts and of multi-token prediction, as fields of the workload."""
+    """What the options say of experts, multi-token prediction and overlap, as fields of the workload."""
     given = {
         "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers, "expert_capacity": expert_capacity,
-        "pad_experts": pad_experts,
+        "pad_experts": pad_experts, "tp_overlap": tp_overlap,
     }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
 

@@ -79,6 +79,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
     model = instance.model
     return [
         *_parallel_flags(model, plan),
+        *(["--tp-comm-overlap"] if instance.overlaps and plan.degrees.sequence_parallel else []),
         *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
         *_capacity_flags(instance.workload),

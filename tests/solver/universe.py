@@ -26,7 +26,7 @@ from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, T
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import capacity_faults, load_rules, mtp_faults
+from shardwise.data.rules import capacity_faults, load_rules, mtp_faults, overlap_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -255,8 +255,10 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"mtp_layers": 1},
     {"expert_capacity": 1.25, "expert_imbalance": 1.5},
     {"expert_capacity": 0.7, "pad_experts": True},
+    {"tp_overlap": True},
+    {"tp_overlap": False},
 )
-"""Adapters, packing, multi-token prediction and capacity, each in one instance of a few."""
+"""Adapters, packing, multi-token prediction, capacity and overlap, each in one instance of a few."""
 
 
 @st.composite
@@ -284,6 +286,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         for name in PACKS
         if not mtp_faults(load_rules(name), model, workload.mtp_layers)
         and not capacity_faults(load_rules(name), model, workload)
+        and not overlap_faults(load_rules(name), workload)
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
