@@ -12,19 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from universe import (
+    ETHERNET,
     INFINIBAND,
     NVLINK,
+    PCIE,
     Corner,
     Judged,
     admitted,
     chunks_by_stage,
     corners,
+    dense,
     documented_order,
     examples,
     has_experts,
     instance_of,
     instances,
     llama,
+    model_of,
     splits,
 )
 
@@ -40,6 +44,7 @@ from shardwise.solver.solve import solve
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver
 
+    from shardwise.data.cluster import Link
     from shardwise.data.instance import Instance
     from shardwise.data.plan import RankOrder
     from shardwise.solver.evaluate import Evaluation
@@ -178,6 +183,25 @@ def test_exhaustive_search_and_the_solver_agree_on_pinned_layers(rules: str, lim
     for prune in (True, False):
         result = solve(instance=instance, workers=1, prune=prune)
         agrees(instance, result, admitted(instance, result.report["unit_s"]))
+
+
+@pytest.mark.parametrize("rules", ["megatron-core", "free"])
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [((NVLINK, INFINIBAND), ("p2p", 1)), ((NVLINK, ETHERNET), ("a2a+p2p", 4)), ((PCIE, ETHERNET), ("a2a+p2p", 2))],
+)
+def test_exhaustive_search_and_the_solver_agree_on_hierarchies(
+    rules: str, links: tuple[Link, Link], expected: tuple[str, int]
+) -> None:
+    """Over slow links between nodes a hierarchy exchanges within them, over fast ones a ring hides what it sends."""
+    model = model_of([dense(1024, kv_heads=8)] * 2, 1024, 32000, tied=False)
+    limits = ("cp=8", "recompute=none", "micro_batch=1", "dp_replicate=1")
+    instance = instance_of(model, (4, 4), links, rules=rules, limits=limits, workload=Training(65536, 1))
+    for prune in (True, False):
+        result = solve(instance=instance, workers=1, prune=prune)
+        agrees(instance, result, admitted(instance, result.report["unit_s"]))
+        assert result.plan is not None
+        assert (result.plan.degrees.cp_comm_type, result.plan.degrees.cp_a2a) == expected
 
 
 def test_nodes_that_are_kept_free_are_left_out_of_the_best_plan() -> None:
