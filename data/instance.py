@@ -11,7 +11,7 @@ from shardwise.data.cluster import Host
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults, offload_faults
+from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults, offload_faults, overlap_faults
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -75,6 +75,7 @@ class Instance:
         faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
         faults += capacity_faults(self.rules, self.model, self.workload)
         faults += self._offload_faults()
+        faults += overlap_faults(self.rules, self.workload)
         faults += self.limits.layer_faults(len(self.model.layers))
         if faults:
             raise InputError(faults)
@@ -122,6 +123,12 @@ class Instance:
         host, devices = self.cluster.host, max(leaf.devices for leaf in self.cluster.leaves)
         assert host is not None
         return Host(host.memory_bytes / devices, host.bandwidth_bytes_per_s / devices)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether matrix products and the collectives of tensor parallelism overlap, where there is sequence parallelism."""
+        said = self.workload.tp_overlap
+        return bool(self.profile.tp_overlap) if said is None else said
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -32,6 +32,7 @@ INTEGER_VARIABLES = (
     "micro_batch",
     "zero",
     "dp_replicate",
+    "cp_a2a",
     "sequence_parallel",
     "devices",
     "free_nodes",
@@ -46,7 +47,7 @@ ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "
 MAX_VALUE = 2**31
 
 _STAGE = r"stage\[(\d{1,6})\]"
-_FORM = re.compile(rf"\s*([A-Za-z_-]+|{_STAGE})\s*(<=|>=|==|=|<|>)\s*({_STAGE}|[A-Za-z0-9_.+-]+)\s*")
+_FORM = re.compile(rf"\s*([A-Za-z_-][A-Za-z0-9_-]*|{_STAGE})\s*(<=|>=|==|=|<|>)\s*({_STAGE}|[A-Za-z0-9_.+-]+)\s*")
 
 
 @dataclass(frozen=True, slots=True)

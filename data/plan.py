@@ -16,16 +16,16 @@ MAX_DEGREE = 2**20
 
 Recompute = Literal["none", "selective", "full"]
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
-CpCommType = Literal["p2p", "allgather", "a2a"]
-CP_COMM_TYPES: tuple[CpCommType, ...] = ("p2p", "allgather", "a2a")
+CpCommType = Literal["p2p", "allgather", "a2a", "a2a+p2p"]
+CP_COMM_TYPES: tuple[CpCommType, ...] = ("p2p", "allgather", "a2a", "a2a+p2p")
 """How context parallelism brings queries and keys together, in Megatron's words: pieces of keys and values in a ring, all
-of them gathered, or the sequence exchanged for heads (Ulysses)."""
+of them gathered, the sequence exchanged for heads (Ulysses), or that within groups and a ring among them."""
 
 AXES = ("tp", "pp", "dp")
 """The axes that the search spreads over the levels of the cluster; `cp` is placed between tp and dp where it is given."""
 
 PLACED = (*AXES, "cp")
-COUNTS = ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp", "dp_replicate")
+COUNTS = ("tp", "pp", "dp", "vpp", "micro_batch", "cp", "ep", "etp", "dp_replicate", "cp_a2a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Degrees:
         `dp_shard` = dp / dp_replicate ranks and the groups all-reduce among each other.
     cp_comm_type
         The algorithm of context parallelism; "p2p", whatever is said, where there is none.
+    cp_a2a
+        Neighbouring ranks that exchange sequence for heads under "a2a+p2p", 1 under every other algorithm.
     ep, etp
         Experts are spread `ep` ways and each split `etp` ways within the tp x cp x dp ranks of a stage
         (Megatron core/parallel_state.py); an `etp` of 0 becomes tp, Megatron's default.
@@ -76,6 +78,7 @@ class Degrees:
     etp: int = 0
     dp_replicate: int = 1
     cp_comm_type: CpCommType = "p2p"
+    cp_a2a: int = 1
     offload_optimizer: float = 0.0
     offload_param: bool = False
 
@@ -102,6 +105,12 @@ class Degrees:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             faults.append(f"degrees.offload_optimizer={share!r} must be a share from 0 to 1")
         if not faults:
+            if self.cp_comm_type != "a2a+p2p" and self.cp_a2a > 1:
+                faults.append(f"degrees.cp_a2a={self.cp_a2a} needs cp_comm_type=a2a+p2p, not {self.cp_comm_type}")
+            elif self.cp_comm_type == "a2a+p2p" and (self.cp % self.cp_a2a or not 1 < self.cp_a2a < self.cp):
+                faults.append(
+                    f"degrees.cp_a2a={self.cp_a2a} must divide cp={self.cp} and be neither 1 nor cp with cp_comm_type=a2a+p2p"
+                )
             if self.dp % self.dp_replicate:
                 faults.append(f"degrees.dp_replicate={self.dp_replicate} does not divide dp={self.dp}")
             if self.tp * self.cp * self.dp % (self.ep * self.etp):

@@ -38,10 +38,11 @@ class Profile:
     memory_quantile, memory_band
         What a prediction is multiplied by before it is compared with the memory of a device; half width of its band,
         as a share of it.
-    weight_bytes, gradient_bytes, reduce_bytes, logit_bytes, gathered_logits, bucket_bytes, selective
+    weight_bytes, gradient_bytes, reduce_bytes, logit_bytes, gathered_logits, bucket_bytes, selective, tp_overlap
         Facts of the framework: bytes of a resident weight, of a resident gradient, of a gradient on the wire, of a
         logit with its copies; whether each tensor-parallel rank holds the logits of the whole vocabulary (1) or of its
-        share (0); size of a gradient bucket; what "selective" recomputes (0 the attention core, 1 all but matrix products).
+        share (0); size of a gradient bucket; what "selective" recomputes (0 the attention core, 1 all but matrix products);
+        whether `tp_comm_exposed` is what shows with overlap (1) or without (0).
     """
 
     name: str
@@ -73,6 +74,7 @@ class Profile:
     gathered_logits: float
     bucket_bytes: float
     selective: float
+    tp_overlap: float = 0.0
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "name")

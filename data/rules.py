@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardwise.data.plan import CpCommType, Degrees, Placement, Plan, RankOrder
     from shardwise.data.workload import Training
 
+RINGS = ("p2p", "a2a+p2p")
+"""Algorithms of context parallelism with a ring in them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -56,6 +59,8 @@ class Rules:
     capacity
         Experts may have a capacity: it only drops tokens or pads experts too ("any"), it always pads ("padded"), or there is
         none.
+    tp_overlap
+        Matrix products and collectives of tensor parallelism can overlap piece by piece.
     transformer_engine
         Attention under context parallelism is that of Transformer Engine, with its own rules.
     joint_sequence
@@ -91,6 +96,7 @@ class Rules:
     zigzag: bool = True
     ulysses_kv: Literal["divides", "multiple", "any"] = "divides"
     transformer_engine: bool = False
+    tp_overlap: bool = False
     mtp: bool = False
     capacity: Literal["none", "any", "padded"] = "none"
     joint_sequence: bool = False
@@ -109,8 +115,9 @@ MEGATRON_CORE = Rules(
     linear_ranks=True,
     interleave_group_is_pp=True,
     experts_need_sequence_parallel=True,
-    context=("p2p", "allgather", "a2a"),
+    context=("p2p", "allgather", "a2a", "a2a+p2p"),
     transformer_engine=True,
+    tp_overlap=True,
     mtp=True,
     capacity="any",
     offload="distributed",
@@ -131,6 +138,7 @@ TORCHTITAN = Rules(
     kv_replicas=False,
     context=("p2p", "allgather"),
     joint_sequence=True,
+    tp_overlap=True,
     expert_split="1",
 )
 DEEPSPEED = Rules(
@@ -173,10 +181,11 @@ MINDSPEED = replace(
     name="mindspeed",
     version="028de58ca6",
     schedules=("1f1b", "interleaved-1f1b", "dualpipe-v"),
-    context=("p2p", "allgather", "a2a"),
+    context=("p2p", "allgather", "a2a", "a2a+p2p"),
     zigzag=False,
     ulysses_kv="any",
     transformer_engine=False,
+    tp_overlap=False,
     strict_dualpipe=True,
 )
 FREE = Rules(
@@ -191,12 +200,13 @@ FREE = Rules(
     experts_need_sequence_parallel=False,
     evaluated_schedules=("dualpipe",),
     sharded_pipelines=True,
-    context=("p2p", "allgather", "a2a"),
+    context=("p2p", "allgather", "a2a", "a2a+p2p"),
     zigzag=False,
     ulysses_kv="multiple",
     mtp=True,
     capacity="any",
     offload="any",
+    tp_overlap=True,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -301,6 +311,13 @@ def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
     elif not isinstance(model.layers[-1].mixer, Attention) or model.layers[-1].ffn is None:
         faults.append(f"mtp_layers={modules}: the last layer of {model.name} is no transformer layer")
     return faults
+
+
+def overlap_faults(rules: Rules, workload: Training) -> list[str]:
+    """Overlap of tensor parallelism (arguments.py L1442; torchtitan `enable_async_tensor_parallel`)."""
+    if workload.tp_overlap and not rules.tp_overlap:
+        return [f"tp_overlap=true: {rules.name} does not overlap the collectives of tensor parallelism"]
+    return []
 
 
 def capacity_faults(rules: Rules, model: Model, workload: Training) -> list[str]:
@@ -413,7 +430,7 @@ def is_even(chunks: tuple[int, ...]) -> bool:
 
 
 def context_faults(
-    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType = "p2p"
+    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType = "p2p", cp_a2a: int = 1
 ) -> list[str]:
     """The pack has the algorithm, which takes the model and the sequence, and the heads of recurrent layers split
     (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
@@ -421,13 +438,17 @@ def context_faults(
         return []
     if cp_comm_type not in rules.context:
         return [f"cp_comm_type={cp_comm_type} is not one of {', '.join(rules.context)} ({rules.name})"]
-    faults = (*_recurrent_faults(model, tp, cp), *_algorithm_faults(rules, model, tp, cp, seq_len, cp_comm_type))
+    own = _algorithm_faults(rules, model, tp, cp, seq_len, cp_comm_type, cp_a2a)
+    faults = (*_recurrent_faults(model, tp, cp), *own)
     return list(dict.fromkeys(faults))
 
 
 def context_algorithm(rules: Rules, model: Model, tp: int, cp: int, seq_len: int) -> CpCommType:
-    """The algorithm that a plan has where none is asked for: the pack's first that accepts it, or its first."""
-    accepted = (name for name in rules.context if not context_faults(rules, model, tp, cp, seq_len, name))
+    """The algorithm that a plan has where none is asked for: the pack's first that accepts it, or its first; never the
+    hierarchy, which has to be asked for by its size."""
+    accepted = (
+        name for name in rules.context if name != "a2a+p2p" and not context_faults(rules, model, tp, cp, seq_len, name)
+    )
     return next(accepted, rules.context[0])
 
 
@@ -449,38 +470,43 @@ def _recurrent_faults(model: Model, tp: int, cp: int) -> Iterable[str]:
 
 
 def _algorithm_faults(
-    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType
+    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType, cp_a2a: int
 ) -> Iterable[str]:
     """A ring and a gather split a causal sequence into 2 cp pieces (arguments.py L1336; MindSpeed
     context_parallel_feature.py L41); Ulysses splits the sequence and the heads (MindSpeed ulysses_context_parallel.py
     L29-33; DeepSpeed runtime/sequence_parallel/ulysses_sp.py L147-150, L706). Transformer Engine
     pytorch/attention/dot_product_attention/context_parallel.py, `attn_forward_func_with_cp`: sliding windows not in a ring,
-    keys and values of different widths (MLA) in nothing else; `AttnFuncWithCPAndQKVOA2A`: cp divides both kinds of heads."""
+    keys and values of different widths (MLA) in nothing else; `AttnFuncWithCPAndQKVOA2A`: cp divides both kinds of heads.
+    A hierarchy has a ring, and asks of its all-to-all over cp_a2a ranks what Ulysses asks of cp (MindSpeed
+    ulysses_context_parallel.py L60-73)."""
     pieces = cp if cp_comm_type == "a2a" and not rules.zigzag else 2 * cp
     if seq_len % pieces:
         yield f"cp={cp} needs seq_len={seq_len} to be a multiple of {pieces}"
     for mixer in (kind.mixer for kind in model.kinds):
         if not isinstance(mixer, Attention):
             continue
-        if rules.transformer_engine and mixer.window and cp_comm_type == "p2p":
-            yield f"cp_comm_type=p2p does not take a sliding window of {mixer.window}: use allgather or a2a"
-        if rules.transformer_engine and mixer.head_dim != mixer.v_head_dim and cp_comm_type != "p2p":
+        if rules.transformer_engine and mixer.window and cp_comm_type in RINGS:
+            yield f"cp_comm_type={cp_comm_type} does not take a sliding window of {mixer.window}: use allgather or a2a"
+        if rules.transformer_engine and mixer.head_dim != mixer.v_head_dim and cp_comm_type not in RINGS:
             yield f"cp_comm_type={cp_comm_type} does not take keys of {mixer.head_dim} with values of {mixer.v_head_dim}: use p2p"
         if cp_comm_type == "a2a":
-            yield from _ulysses_faults(rules, mixer, tp, cp)
+            yield from _ulysses_faults(rules, mixer, tp, "cp", cp)
+        elif cp_comm_type == "a2a+p2p":
+            yield from _ulysses_faults(rules, mixer, tp, "cp_a2a", cp_a2a)
 
 
-def _ulysses_faults(rules: Rules, mixer: Attention, tp: int, cp: int) -> Iterable[str]:
-    if mixer.heads % (tp * cp):
-        yield f"tp x cp = {tp * cp} does not divide num_attention_heads={mixer.heads}"
+def _ulysses_faults(rules: Rules, mixer: Attention, tp: int, name: str, ways: int) -> Iterable[str]:
+    """Heads are exchanged over `ways` ranks, the degree `name`."""
+    if mixer.heads % (tp * ways):
+        yield f"tp x {name} = {tp * ways} does not divide num_attention_heads={mixer.heads}"
     if mixer.latent is not None:
         return
     kv_heads = max(mixer.kv_heads // tp, 1)
     stated = f"num_key_value_heads={mixer.kv_heads} / tp={tp}"
-    if rules.ulysses_kv == "divides" and kv_heads % cp:
-        yield f"cp={cp} does not divide {stated}, as cp_comm_type=a2a requires"
-    elif rules.ulysses_kv == "multiple" and kv_heads % cp and cp % kv_heads:
-        yield f"cp={cp} neither divides nor is a multiple of {stated}"
+    if rules.ulysses_kv == "divides" and kv_heads % ways:
+        yield f"{name}={ways} does not divide {stated}, as cp_comm_type={'a2a' if name == 'cp' else 'a2a+p2p'} requires"
+    elif rules.ulysses_kv == "multiple" and kv_heads % ways and ways % kv_heads:
+        yield f"{name}={ways} neither divides nor is a multiple of {stated}"
 
 
 def sequence_faults(rules: Rules, tp: int, cp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
@@ -622,7 +648,7 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if plan.schedule == "interleaved-1f1b":
         faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
-    faults += context_faults(rules, model, d.tp, d.cp, seq_len, d.cp_comm_type)
+    faults += context_faults(rules, model, d.tp, d.cp, seq_len, d.cp_comm_type, d.cp_a2a)
     faults += sequence_faults(rules, d.tp, d.cp, d.sequence_parallel, seq_len)
     faults += expert_group_faults(rules, model, d.tp, d.ep, d.etp)
     faults += schedule_faults(rules, model, plan.schedule, d.cp)

@@ -66,6 +66,8 @@ class Training:
     `offload_optimizer` is the share of the optimizer that a plan may leave to the host, its states in the host's memory and
     its update on the host's processors; "auto" leaves the share to the plan (`OFFLOAD_STEPS`). A plan may always leave none.
     With `offload_param` one that leaves all of it may keep its weights there too, from where every pass fetches them.
+    `tp_overlap` says whether matrix products and the collectives of tensor parallelism beside them overlap, piece by piece;
+    None, as in the runs that the profile was fitted to.
 
     Raises
     ------
@@ -90,6 +92,7 @@ class Training:
     pad_experts: bool = False
     offload_optimizer: float | Literal["auto"] = 0.0
     offload_param: bool = False
+    tp_overlap: bool | None = None
 
     def __post_init__(self) -> None:
         faults = []
@@ -114,6 +117,8 @@ class Training:
             for name in ("fused_norm", "fp32_gradients", "pad_experts", "offload_param")
             if not isinstance(getattr(self, name), bool)
         ]
+        if not (self.tp_overlap is None or isinstance(self.tp_overlap, bool)):
+            faults.append(f"workload.tp_overlap={self.tp_overlap!r} must be true or false")
         for name, chosen, allowed in (
             ("precision", self.precision, get_args(Precision)),
             ("optimizer", self.optimizer, get_args(Optimizer)),
@@ -180,8 +185,8 @@ class Training:
         return self.seq_len * self.global_batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, without those of adapters, packing, imbalance, multi-token prediction, capacity and offloading where
-        there are none."""
+        """The fields, without those of adapters, packing, imbalance, multi-token prediction, capacity, offloading and
+        overlap where there are none."""
         unused = [] if self.frozen else ["lora_rank", "lora_modules", "base_precision"]
         unused += ["lengths"] if self.lengths is None else []
         unused += ["expert_imbalance"] if self.expert_imbalance == 1 else []
@@ -189,6 +194,7 @@ class Training:
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
         unused += [] if self.offload_optimizer else ["offload_optimizer"]
         unused += [] if self.offload_param else ["offload_param"]
+        unused += ["tp_overlap"] if self.tp_overlap is None else []
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @property

@@ -49,7 +49,8 @@ import numpy.typing as npt
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Degrees
 from shardwise.formulations.candidates import divisors
-from shardwise.formulations.layer_costs import Groups
+from shardwise.formulations.coefficients import ShardTimes
+from shardwise.formulations.layer_costs import Groups, common_terms, context_by_kind, with_context
 from shardwise.formulations.memory import (
     MIB,
     KindParams,
@@ -71,10 +72,12 @@ from shardwise.formulations.step_time import (
 
 if TYPE_CHECKING:
     from shardwise.formulations.candidates import Column, Grid, GridShape, PlacementTable
-    from shardwise.formulations.coefficients import CostTables, ShardTimes
-    from shardwise.formulations.layer_costs import Sharding, ShardTerms, Spans
+    from shardwise.formulations.coefficients import CostTables
+    from shardwise.formulations.layer_costs import LayerTerms, Sharding, ShardTerms, Spans
 
 Floats = npt.NDArray[np.float64]
+Pair = tuple[int, "LayerTerms", "LayerTerms"]
+"""A layer kind, and what a ring and another algorithm of context parallelism do there."""
 BLOCKS_TRIED = 8
 SAFETY = 1 - 1e-9
 """Float bounds are scaled down by this before they are compared: their own rounding never prunes an optimum."""
@@ -90,10 +93,13 @@ class BestCase:
     rates: dict[tuple[int, int, bool, float], SyncRates] = field(default_factory=dict, compare=False, repr=False)
     known_times: dict[Sharding, ShardTimes] = field(default_factory=dict, compare=False, repr=False)
     works: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
+    commons: dict[Sharding, ShardTerms] = field(default_factory=dict, compare=False, repr=False)
+    contexts: dict[Sharding, tuple[LayerTerms, ...]] = field(default_factory=dict, compare=False, repr=False)
     ring_wins: dict[Sharding, bool] = field(default_factory=dict, compare=False, repr=False)
     kept: dict[Sharding, float] = field(default_factory=dict, compare=False, repr=False)
     params: dict[tuple[int, int, int, bool], KindParams] = field(default_factory=dict, compare=False, repr=False)
     states: dict[tuple[GridShape, int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    exchanges: dict[Sharding, tuple[Pair, ...] | None] = field(default_factory=dict, compare=False, repr=False)
 
     def group_factors(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Every way to spread a group of `size` over the levels when it has the cluster for itself."""
@@ -130,13 +136,24 @@ class BestCase:
         return all(self.group_factors(size) for size in (sharding.tp, sharding.cp, sharding.ep, sharding.etp))
 
     def terms(self, sharding: Sharding) -> ShardTerms:
-        """Layer terms with every collective in the fastest place of its group."""
-        return self.tables.terms(sharding, self.groups(sharding))
+        """Layer terms with every collective in the fastest place of its group; what several shardings have in common is
+        remembered."""
+        instance, alone = self.tables.instance, context_alone(sharding)
+        if alone not in self.contexts:
+            self.contexts[alone] = context_by_kind(instance, alone, self.groups(alone))
+        return with_context(instance, self.common(sharding), self.contexts[alone])
+
+    def common(self, sharding: Sharding) -> ShardTerms:
+        """Those that all algorithms of context parallelism have in common."""
+        ring = sharding.ring
+        if ring not in self.commons:
+            self.commons[ring] = common_terms(self.tables.instance, ring, self.groups(ring), self.tables.computed(ring))
+        return self.commons[ring]
 
     def times(self, sharding: Sharding) -> ShardTimes:
         """Layer times with every collective in the fastest place of its group, remembered."""
         if sharding not in self.known_times:
-            self.known_times[sharding] = self.tables.times(sharding, self.groups(sharding))
+            self.known_times[sharding] = ShardTimes.of(self.terms(sharding), self.tables.instance.profile, sharding.tp)
         return self.known_times[sharding]
 
     def work_s(self, sharding: Sharding) -> float:
@@ -196,6 +213,11 @@ class BestCase:
                 host_s=min(rate.host_s for rate in found),
             )
         return self.rates[key]
+
+
+def context_alone(sharding: Sharding) -> Sharding:
+    """What (L6) depends on of a sharding."""
+    return replace(sharding, sequence_parallel=False, ep=1, etp=sharding.tp)
 
 
 def work_bound_s(

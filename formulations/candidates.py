@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from shardwise.data.plan import CpCommType, Stage
 
 Column = npt.NDArray[np.int64]
+Algorithm = tuple["CpCommType", int]
+"""Of context parallelism, with `cp_a2a`."""
 Split = tuple[int, ...]
 """Numbers of tp, cp, pp and dp."""
 
@@ -80,12 +82,15 @@ class GridShape:
     zero: int
     schedule: str
     cp_comm_type: CpCommType
+    cp_a2a: int
     offload_optimizer: float = 0.0
     offload_param: bool = False
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
-        return Sharding(self.tp, micro_batch, self.sequence_parallel, self.cp, self.ep, self.etp, self.cp_comm_type)
+        return Sharding(
+            self.tp, micro_batch, self.sequence_parallel, self.cp, self.ep, self.etp, self.cp_comm_type, self.cp_a2a
+        )
 
     def degrees(self, pp: int, vpp: int, dp: int, micro_batch: int) -> Degrees:
         """Degrees of this shape."""
@@ -101,6 +106,7 @@ class GridShape:
             ep=self.ep,
             etp=self.etp,
             cp_comm_type=self.cp_comm_type,
+            cp_a2a=self.cp_a2a,
             offload_optimizer=self.offload_optimizer,
             offload_param=self.offload_param,
         )
@@ -175,15 +181,16 @@ class Candidate:
     @cached_property
     def tie_key(self) -> tuple[float, ...]:
         """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as
-        `CP_COMM_TYPES` lists them, fewer chunks, schedules as `SCHEDULES` does, smaller micro-batches, ZeRO-1 before 0,
-        2 and 3, less of the optimizer on the host, sequence parallelism before none, experts spread less, fewer replicas,
-        then the placement that packs the inner levels fullest with the faster axes."""
+        `CP_COMM_TYPES` lists them, smaller exchanges in a hierarchy, fewer chunks, schedules as `SCHEDULES` does, smaller
+        micro-batches, ZeRO-1 before 0, 2 and 3, less of the optimizer on the host, sequence parallelism before none, experts
+        spread less, fewer replicas, then the placement that packs the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
-            d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.vpp, SCHEDULES.index(self.schedule),
-            d.micro_batch, ZERO_ORDER.index(d.zero), d.offload_optimizer, int(d.offload_param), -int(d.sequence_parallel),
-            d.ep, d.etp, d.dp_replicate, *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
+            d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.cp_a2a, d.vpp,
+            SCHEDULES.index(self.schedule), d.micro_batch, ZERO_ORDER.index(d.zero), d.offload_optimizer,
+            int(d.offload_param), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
+            *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
 
@@ -224,7 +231,7 @@ def _grids(
     instance: Instance,
     tp: int,
     cp: int,
-    algorithms: tuple[CpCommType, ...],
+    algorithms: tuple[Algorithm, ...],
     schedule: str,
     columns: tuple[Column, ...],
 ) -> Iterator[Grid]:
@@ -252,7 +259,7 @@ def _grids(
                 if chosen.any():
                     rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
                     for algorithm in algorithms:
-                        own = (zero, schedule, algorithm, share, param)
+                        own = (zero, schedule, *algorithm, share, param)
                         yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, *own), *rows)
 
 
@@ -311,7 +318,7 @@ def tensor_degrees(instance: Instance, devices: int) -> list[int]:
     ]
 
 
-def context_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, tuple[CpCommType, ...]]]:
+def context_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, tuple[Algorithm, ...]]]:
     """Context-parallel degrees up to `most` that the rules and limits admit, each with its algorithms."""
     allowed = instance.limits.range("cp")
     degrees = [cp for cp in divisors(instance.workload.seq_len) if cp <= most and cp in allowed]
@@ -319,13 +326,15 @@ def context_degrees(instance: Instance, tp: int, most: int) -> list[tuple[int, t
     return [(cp, algorithms) for cp, algorithms in found if algorithms]
 
 
-def context_algorithms(instance: Instance, tp: int, cp: int) -> tuple[CpCommType, ...]:
+def context_algorithms(instance: Instance, tp: int, cp: int) -> tuple[Algorithm, ...]:
     """Algorithms of context parallelism that the rules and limits admit; that of one rank is "p2p"."""
-    rules, wanted = instance.rules, instance.limits.cp_comm_type
+    rules, limits, seq_len = instance.rules, instance.limits, instance.workload.seq_len
     return tuple(
-        name
+        (name, ways)
         for name in (rules.context if cp > 1 else CP_COMM_TYPES[:1])
-        if wanted in (None, name) and not context_faults(rules, instance.model, tp, cp, instance.workload.seq_len, name)
+        if limits.cp_comm_type in (None, name)
+        for ways in (divisors(cp)[1:-1] if name == "a2a+p2p" else [1])
+        if limits.admits("cp_a2a", ways) and not context_faults(rules, instance.model, tp, cp, seq_len, name, ways)
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, SPLIT
+from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
     Groups,
     Sharding,
@@ -53,7 +54,6 @@ from shardwise.formulations.step_time import (
     params_optimizer_s,
     params_sync_s,
     spans_of,
-    split_spans,
     straggling,
     sync_rates,
     tied_sync_s,
@@ -63,6 +63,7 @@ from shardwise.formulations.step_time import (
 if TYPE_CHECKING:
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
+    from shardwise.data.profile import Profile
 
 REMEMBERED = 2**15
 """Coefficients that are kept."""
@@ -141,6 +142,12 @@ class ShardTimes:
     embedding: LayerTime
     head: LayerTime
 
+    @staticmethod
+    def of(terms: ShardTerms, profile: Profile, tp: int) -> ShardTimes:
+        """On one device, without stragglers."""
+        kinds = tuple(layer_time(kind, profile, tp) for kind in terms.kinds)
+        return ShardTimes(kinds, layer_time(terms.embedding, profile, tp), layer_time(terms.head, profile, tp))
+
 
 class CostTables:
     """The coefficients of one instance's candidates, remembered by what each part depends on."""
@@ -160,12 +167,12 @@ class CostTables:
         """`layer_costs.shard_terms`, remembered."""
         key = (sharding, groups)
         if key not in self._terms:
-            self._terms[key] = shard_terms(self.instance, sharding, groups, self._computed(sharding))
+            self._terms[key] = shard_terms(self.instance, sharding, groups, self.computed(sharding))
         return self._terms[key]
 
-    def _computed(self, sharding: Sharding) -> ShardTerms:
+    def computed(self, sharding: Sharding) -> ShardTerms:
         """`layer_costs.compute_terms`, remembered."""
-        key = replace(sharding, cp_comm_type="p2p")
+        key = sharding.ring
         if key not in self._compute:
             self._compute[key] = compute_terms(self.instance, key)
         return self._compute[key]
@@ -174,13 +181,7 @@ class CostTables:
         """Times of all layer kinds, embedding and head on one device, without stragglers."""
         key = (sharding, groups)
         if key not in self._times:
-            terms = self.terms(sharding, groups)
-            profile, tp = self.instance.profile, sharding.tp
-            self._times[key] = ShardTimes(
-                tuple(layer_time(kind, profile, tp) for kind in terms.kinds),
-                layer_time(terms.embedding, profile, tp),
-                layer_time(terms.head, profile, tp),
-            )
+            self._times[key] = ShardTimes.of(self.terms(sharding, groups), self.instance.profile, sharding.tp)
         return self._times[key]
 
     def sync_rates(

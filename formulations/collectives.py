@@ -131,6 +131,19 @@ def best_collective_time_s(
     return min((collective_time_s(accelerator, op, bytes, s) for s in placements(size, levels)), default=math.inf)
 
 
+def split_spans(spans: Spans, inner: int) -> tuple[Spans, Spans]:
+    """A group as its blocks of `inner` neighbouring ranks, and the group of those blocks."""
+    near: list[tuple[int, Link]] = []
+    far: list[tuple[int, Link]] = []
+    left = inner
+    for members, link in spans:
+        taken = math.gcd(members, left)
+        left //= taken
+        near.append((taken, link))
+        far.append((members // taken, link))
+    return tuple(near), tuple(far)
+
+
 @lru_cache(maxsize=16384)
 def placements(size: int, levels: tuple[tuple[int, Link], ...]) -> tuple[Spans, ...]:
     """Return every factorization of `size` over `levels` with each factor within the capacity of its level."""

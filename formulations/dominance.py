@@ -1,7 +1,7 @@
 """Algorithms of context parallelism that another one makes pointless, told before any plan is bounded; likewise shares of
 the optimizer on the host that a smaller one makes pointless.
 
-(D1) Of two candidates that differ in `cp_comm_type` alone and lie alike, let the one by a ring have passes of every
+(D1) Of two candidates that differ in `cp_comm_type` and `cp_a2a` alone and lie alike, let the one by a ring have passes of every
      layer kind that are no longer, and no more exposed communication in them. It has less element-wise work. Every
      stage of the same split then keeps no more memory, as (M6) and copied key/value heads count for the others alone,
      is no later at any pass, and what a shorter pass hides less of the gradient sync, `dp_comm_overlap` times the
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.data.model import Attention
+from shardwise.formulations.bounds import context_alone
 from shardwise.formulations.candidates import context_algorithms, offloads
 from shardwise.formulations.layer_costs import Groups, context_terms
 from shardwise.formulations.layer_time import layer_time
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from shardwise.data.plan import Degrees
-    from shardwise.formulations.bounds import BestCase
+    from shardwise.formulations.bounds import BestCase, Pair
     from shardwise.formulations.candidates import Grid
     from shardwise.formulations.coefficients import CostTables
     from shardwise.formulations.layer_costs import Sharding
@@ -73,7 +74,7 @@ def _fits_plainly(tables: CostTables, degrees: Degrees) -> bool:
 def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     """(D1) Which rows of a grid have one by a ring that is at least as good, before it in the tie order, and legal."""
     shape, instance = grid.shape, best.tables.instance
-    if shape.cp_comm_type == "p2p" or "p2p" not in context_algorithms(instance, shape.tp, shape.cp):
+    if shape.cp_comm_type == "p2p" or ("p2p", 1) not in context_algorithms(instance, shape.tp, shape.cp):
         return np.zeros(len(grid), dtype=bool)
     sizes, at = grid.sizes
     return np.array([ring_wins(best, shape.sharding(int(size))) for size in sizes], dtype=bool)[at]
@@ -87,25 +88,39 @@ def ring_wins(best: BestCase, sharding: Sharding) -> bool:
 
 
 def _ring_wins(best: BestCase, sharding: Sharding) -> bool:
+    profile = best.tables.instance.profile
+    pairs = _exchanges(best, context_alone(sharding))
+    if pairs is None:
+        return False
+    kinds = best.common(sharding).kinds
+    for index, own, other in pairs:
+        one, two = (layer_time(kinds[index] + context, profile, sharding.tp) for context in (own, other))
+        gains = two.forward_s - one.forward_s, two.backward_s - one.backward_s
+        if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
+            return False
+    return True
+
+
+def _exchanges(best: BestCase, sharding: Sharding) -> tuple[Pair, ...] | None:
+    """What the ring and the other algorithm do, for every kind of layer with attention and every place of the group,
+    remembered; None where the ring has not less of it exposed."""
+    if sharding in best.exchanges:
+        return best.exchanges[sharding]
     instance, profile = best.tables.instance, best.tables.instance.profile
-    ring = replace(sharding, cp_comm_type="p2p")
-    kinds = [
-        (kind, least)
-        for kind, least in zip(instance.model.kinds, best.terms(ring).kinds, strict=True)
-        if isinstance(kind.mixer, Attention)
-    ]
+    best.exchanges[sharding] = None
+    pairs: list[Pair] = []
     for factors in best.group_factors(sharding.cp):
         groups = Groups((), (spans_of(factors, instance.levels),))
-        for kind, least in kinds:
-            own, other = (context_terms(instance, kind, way, groups) for way in (ring, sharding))
-            common = replace(least, context_forward=0.0, context_backward=0.0, launches=least.launches - own.launches)
-            one, two = (layer_time(common + context, profile, sharding.tp) for context in (own, other))
+        for index, kind in enumerate(instance.model.kinds):
+            if not isinstance(kind.mixer, Attention):
+                continue
+            own, other = (context_terms(instance, kind, way, groups) for way in (sharding.ring, sharding))
             gains = (
-                two.forward_s - one.forward_s,
-                two.backward_s - one.backward_s,
-                other.exchange_forward - profile.cp_comm_exposed * own.context_forward,
-                other.exchange_backward - profile.cp_comm_exposed * own.context_backward,
+                other.exchange_forward - profile.cp_comm_exposed * (own.context_forward - other.context_forward),
+                other.exchange_backward - profile.cp_comm_exposed * (own.context_backward - other.context_backward),
             )
             if (1 - profile.dp_comm_overlap) * min(gains) < MARGIN_S:
-                return False
-    return True
+                return None
+            pairs.append((index, own, other))
+    best.exchanges[sharding] = tuple(pairs)
+    return best.exchanges[sharding]

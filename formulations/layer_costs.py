@@ -1,6 +1,6 @@
 """Terms of the time of one layer, of the embedding and of the head, on one device for one micro-batch.
 
-Nothing here depends on a software profile: `layer_time` joins the terms with one. With `s` the sequence length, `b` the
+Nothing here but (L15) depends on a software profile: `layer_time` joins the terms with one. With `s` the sequence length, `b` the
 micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidden size, `t` the tensor-parallel degree,
 `e` the expert-parallel degree and GEMM(M, N, K) the measured-curve time of `kernels.gemm_time_s`:
 
@@ -24,7 +24,9 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      3). By an all-gather attention waits for the same collectives (Llama Team, arXiv 2407.21783, section 3.3.2), and puts
      what is gathered in order: read and written. Ulysses (arXiv 2309.14509, section 3.1) waits for an all-to-all of
      queries, keys and values and one of outputs, 2 x (q + k + v + o) / t bytes on a rank, each way, and packs what it
-     sends. Fewer key/value heads than c are copied for it. Recurrent mixers pass their states on in any case.
+     sends. Fewer key/value heads than c are copied for it. A hierarchy (Fang & Zhao, arXiv 2405.07719) does
+     that over a of the c ranks, and is a ring of c / a groups for the a-th part of the heads that a rank then has, each rank
+     with its own c / a others. Recurrent mixers pass their states on in any case.
 (L7) expert parallelism sends each routed token out and back: two all-to-alls of 2 x k h / t bytes each way (Lepikhin et
      al., arXiv 2006.16668); with e = 1 tokens are gathered over t as in (L5). All
      wait for the busiest rank, which has `expert_imbalance` times the mean to exchange and to compute.
@@ -53,6 +55,17 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      (x / t under sequence parallelism), and drops the others (Lepikhin et al., arXiv 2006.16668, section 2.2; Megatron
      core/transformer/moe/moe_utils.py, `get_capacity`). The busiest rank of (L7) then has at most E C / (y k) times the
      mean, and exactly that where every expert is padded to C, spread or not.
+(L15) where matrix products and the collectives of (L5) beside them overlap, in sequence parallelism alone, each collective
+     goes in t pieces beside t pieces of its product (Wang et al., ASPLOS 2023, "Overlap communication with dependent
+     computation via decomposition", section 3; PyTorch `_micro_pipeline_tp`; Megatron --tp-comm-overlap). Of a collective C
+     beside a product G of pieces all but  (1 - 1 / t) min(C, G)  has to show: the first piece, and what G is too short for.
+     Half of that is counted as hidden (OVERLAPPED_SHARE): torchtitan's three pairs of runs of an 8B model with tp = 8, with
+     and without, hid 0.4 to 0.7 of it. G is t times a piece, and what it takes longer than the product in one is added, with
+     2 t - 3 launches. The gather is
+     beside the column-parallel product, the scatter beside the row-parallel one, and in the backward pass beside their
+     data gradients. Products of latent attention ahead of its heads, routed experts, the embedding and the head have
+     none. C and G are those of the profile (J1). In a profile that was fitted to runs with overlap its
+     `tp_comm_exposed` says what shows, and without overlap all of it does.
 """
 
 from __future__ import annotations
@@ -67,7 +80,7 @@ from shardwise.data.adapters import adapts
 from shardwise.data.cluster import Link
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
 from shardwise.data.workload import FROZEN_BYTES
-from shardwise.formulations.collectives import fastest_time_s
+from shardwise.formulations.collectives import fastest_time_s, split_spans
 from shardwise.formulations.kernels import (
     attention_time_s,
     gemm_time_s,
@@ -77,6 +90,8 @@ from shardwise.formulations.kernels import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import CpCommType, Degrees
     from shardwise.data.workload import Training
@@ -103,6 +118,7 @@ GATHER_LAUNCHES, ULYSSES_LAUNCHES = 2, 4
 UNPACK_LAUNCHES = 3
 REMEMBERED = 2**14
 """Parts of layers that are kept."""
+OVERLAPPED_SHARE = 0.5
 
 Spans = tuple[tuple[int, Link], ...]
 
@@ -118,6 +134,17 @@ class Sharding:
     ep: int = 1
     etp: int = 1
     cp_comm_type: CpCommType = "p2p"
+    cp_a2a: int = 1
+
+    @property
+    def ring(self) -> Sharding:
+        """The same by a ring."""
+        return replace(self, cp_comm_type="p2p", cp_a2a=1)
+
+    @property
+    def exchanged(self) -> int:
+        """(L6) Neighbouring ranks of context parallelism that exchange sequence for heads."""
+        return self.cp if self.cp_comm_type == "a2a" else self.cp_a2a
 
     @property
     def spread(self) -> bool:
@@ -128,7 +155,7 @@ class Sharding:
 def sharding_of(degrees: Degrees) -> Sharding:
     """What the layers see of the degrees."""
     d = degrees
-    return Sharding(d.tp, d.micro_batch, d.sequence_parallel, d.cp, d.ep, d.etp, d.cp_comm_type)
+    return Sharding(d.tp, d.micro_batch, d.sequence_parallel, d.cp, d.ep, d.etp, d.cp_comm_type, d.cp_a2a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +234,12 @@ def row_outputs(kind: LayerKind, spread: bool) -> int:
 
 def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
     """Terms of all layer kinds, embedding and head; `compute` has those of `compute_terms`."""
+    common = common_terms(instance, sharding, groups, compute)
+    return with_context(instance, common, context_by_kind(instance, sharding, groups))
+
+
+def common_terms(instance: Instance, sharding: Sharding, groups: Groups, compute: ShardTerms) -> ShardTerms:
+    """Without (L6): the same for every algorithm of context parallelism."""
     once = _tensor_parallel_time_s(instance, unspread(sharding), groups.tp)
     turns = _collectives(sharding)
     waits = tuple(_communication(instance, kind, sharding, groups, once) for kind in instance.model.kinds)
@@ -219,8 +252,24 @@ def shard_terms(instance: Instance, sharding: Sharding, groups: Groups, compute:
     return ShardTerms(kinds, compute.embedding + start, head)
 
 
+def context_by_kind(instance: Instance, sharding: Sharding, groups: Groups) -> tuple[LayerTerms, ...]:
+    """(L6) of one layer of each kind."""
+    return tuple(
+        context_terms(instance, kind, sharding, groups) if sharding.cp > 1 and kind.mixer is not None else LayerTerms()
+        for kind in instance.model.kinds
+    )
+
+
+def with_context(instance: Instance, common: ShardTerms, contexts: tuple[LayerTerms, ...]) -> ShardTerms:
+    """`common_terms` and those of `context_by_kind`."""
+    head = common.head
+    for _ in range(instance.workload.mtp_layers):
+        head += contexts[instance.model.kind_indices[-1]]
+    return ShardTerms(tuple(map(add, common.kinds, contexts)), common.embedding, head)
+
+
 def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups, once: float) -> LayerTerms:
-    """(L5)-(L7) of one layer; `once` is the communication of one row-parallel output."""
+    """(L5), (L7) of one layer; `once` is the communication of one row-parallel output."""
     outputs, turns = row_outputs(kind, sharding.spread), _collectives(sharding)
     total = LayerTerms(
         tensor_forward=outputs * once,
@@ -228,8 +277,13 @@ def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, grou
         launches=outputs * turns,
         collectives=outputs * turns,
     )
-    if sharding.cp > 1 and kind.mixer is not None:
-        total += context_terms(instance, kind, sharding, groups)
+    if (
+        sharding.tp > 1
+        and sharding.sequence_parallel
+        and instance.workload.tp_overlap
+        and not instance.profile.tp_overlap
+    ):
+        total += _overlap(instance, kind, sharding, groups)
     if sharding.spread and isinstance(kind.ffn, Moe):
         total += _expert_exchange(instance, kind.ffn, sharding, groups)
     return total
@@ -255,10 +309,64 @@ def _tensor_parallel_time_s(instance: Instance, sharding: Sharding, places: tupl
     """(L5) Communication of one row-parallel output, the same forward and backward."""
     if sharding.tp == 1:
         return 0.0
-    size = tensor_parallel_bytes(instance, sharding)
-    if sharding.sequence_parallel:
-        return sum(_fastest_s(instance, op, size, places) for op in ("all_gather", "reduce_scatter"))
-    return _fastest_s(instance, "all_reduce", size, places)
+    size, ops = tensor_parallel_bytes(instance, sharding), ("all_gather", "reduce_scatter")
+    once = sum(
+        _fastest_s(instance, op, size, places) for op in (ops if sharding.sequence_parallel else ("all_reduce",))
+    )
+    shown = instance.profile.tp_comm_exposed
+    if instance.profile.tp_overlap and instance.workload.tp_overlap is False and 0 < shown < 1:
+        return once / shown  # (L15)
+    return once
+
+
+def _overlap(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
+    """(L15) of one layer: what does not show of its collectives, and what the pieces of its products take longer."""
+    profile, tp, accelerator = instance.profile, sharding.tp, instance.accelerator
+    size, tokens = tensor_parallel_bytes(instance, sharding), _tokens(instance, sharding)
+    gather, scatter = (_fastest_s(instance, op, size, groups.tp) for op in ("all_gather", "reduce_scatter"))
+    total = LayerTerms()
+    for column, n, k in _overlapped(instance, kind, tp):
+        passes = []
+        for collective, out, into in ((gather, n, k), (scatter, k, n)) if column else ((scatter, n, k), (gather, k, n)):
+            whole = gemm_time_s(accelerator, tokens, out, into, instance.workload.peak)
+            pieces = tp * gemm_time_s(accelerator, tokens / tp, out, into, instance.workload.peak)
+            covered = min(profile.tp_comm_exposed * collective, profile.gemm * pieces)
+            share = OVERLAPPED_SHARE * (1 - 1 / tp)
+            hidden = share * covered / profile.tp_comm_exposed if profile.tp_comm_exposed else 0.0
+            passes.append((max(pieces - whole, 0.0), hidden))
+        (longer, hidden), (longer_back, hidden_back) = passes
+        total += LayerTerms(
+            gemm_forward=longer,
+            gemm_backward=longer_back,
+            gemm_frozen=longer_back,
+            tensor_forward=-hidden,
+            tensor_backward=-hidden_back,
+            launches=2 * tp - 3,
+        )
+    return total
+
+
+def _overlapped(instance: Instance, kind: LayerKind, tp: int) -> Iterator[tuple[bool, float, float]]:
+    """(L15) Products k -> n on one device with a collective beside them: whether column-parallel, n, k."""
+    hidden, mixer, ffn = instance.model.hidden, kind.mixer, kind.ffn
+    if isinstance(mixer, Attention):
+        heads, kv_heads = max(mixer.heads // tp, 1), max(mixer.kv_heads // tp, 1)
+        if mixer.latent is None:
+            yield True, heads * mixer.head_dim + kv_heads * (mixer.head_dim + mixer.v_head_dim), hidden
+        yield False, hidden, heads * mixer.v_head_dim
+    elif mixer is not None:
+        inner, _, width = _recurrent_widths(mixer, tp)
+        yield True, width, hidden
+        yield False, hidden, inner
+    wide, gated = 0, False
+    if isinstance(ffn, Mlp):
+        wide, gated = ffn.intermediate, ffn.gated
+    elif ffn is not None:
+        wide, gated = ffn.shared_intermediate, ffn.gated
+    if wide:
+        own = max(wide // tp, 1)
+        yield True, own * (2 if gated else 1), hidden
+        yield False, hidden, own
 
 
 def _fastest_s(instance: Instance, op: str, size: float, alternatives: tuple[Spans, ...]) -> float:
@@ -286,11 +394,8 @@ def _tokens(instance: Instance, sharding: Sharding) -> float:
 def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
     """(L6)."""
     softmax = isinstance(kind.mixer, Attention)
-    if softmax and sharding.cp_comm_type == "a2a":
-        sizes = ulysses_bytes(instance, kind, sharding)
-        once = sum(_fastest_s(instance, "alltoall", size, groups.cp) for size in sizes)
-        packed = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
-        return packed + LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
+    if softmax and sharding.exchanged > 1:
+        return _exchange_terms(instance, kind, sharding, groups)
     size = context_parallel_bytes(instance, kind, sharding)
     gather = _fastest_s(instance, "all_gather", size, groups.cp)
     reduce = _fastest_s(instance, "reduce_scatter", size, groups.cp)
@@ -300,6 +405,22 @@ def context_terms(instance: Instance, kind: LayerKind, sharding: Sharding, group
             exchange_forward=gather, exchange_backward=gather + reduce, launches=GATHER_LAUNCHES
         )
     return LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * (sharding.cp - 1))
+
+
+def _exchange_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups) -> LayerTerms:
+    """(L6) of an exchange of sequence for heads, and of the ring among several groups that do."""
+    split = [split_spans(spans, sharding.exchanged) for spans in groups.cp]
+    near, far = tuple(own for own, _ in split), tuple(others for _, others in split)
+    sizes = ulysses_bytes(instance, kind, sharding)
+    once = sum(_fastest_s(instance, "alltoall", size, near) for size in sizes)
+    total = _traffic(instance, COPIED_VALUES * sum(sizes) / ACTIVATION_BYTES)
+    total += LayerTerms(exchange_forward=once, exchange_backward=once, launches=ULYSSES_LAUNCHES)
+    turns = sharding.cp // sharding.exchanged - 1
+    if not turns:
+        return total
+    size = context_parallel_bytes(instance, kind, sharding)
+    gather, reduce = (_fastest_s(instance, op, size, far) for op in ("all_gather", "reduce_scatter"))
+    return total + LayerTerms(context_forward=gather, context_backward=gather + reduce, launches=2.0 * turns)
 
 
 def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tuple[float, float]:
@@ -314,18 +435,16 @@ def ulysses_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> tu
 
 def kv_heads_here(mixer: Attention, sharding: Sharding) -> float:
     """Key/value heads of one layer on one device, those included that Ulysses copies so that each rank has one."""
-    least = sharding.cp if sharding.cp_comm_type == "a2a" else 1
-    return max(mixer.kv_heads / sharding.tp, least)
+    return max(mixer.kv_heads / sharding.tp, sharding.exchanged)
 
 
 def context_parallel_bytes(instance: Instance, kind: LayerKind, sharding: Sharding) -> float:
-    """(L6) Keys and values of one layer, gathered; of a recurrent mixer the states that are passed on."""
+    """(L6) Keys and values of one layer, gathered, of the heads that a rank has in a ring; of a recurrent mixer the states
+    that are passed on."""
     mixer = kind.mixer
     if isinstance(mixer, Attention):
-        heads = max(mixer.kv_heads / sharding.tp, 1)
-        width = heads * (mixer.head_dim + mixer.v_head_dim)
-        if mixer.latent is not None:
-            width = mixer.heads / sharding.tp * (mixer.head_dim + mixer.v_head_dim)
+        heads = mixer.heads / sharding.tp if mixer.latent is not None else kv_heads_here(mixer, sharding)
+        width = heads / sharding.exchanged * (mixer.head_dim + mixer.v_head_dim)
         return ACTIVATION_BYTES * _tokens(instance, sharding) * sharding.cp * width
     assert mixer is not None
     return ACTIVATION_BYTES * sharding.micro_batch * sharding.cp * _state_values(mixer) / sharding.tp
@@ -546,19 +665,22 @@ def softmax_kernel(instance: Instance, sharding: Sharding, heads: int) -> str:
 
 def _recurrent(instance: Instance, part: LinearAttention | Mamba, sharding: Sharding, tokens: float) -> LayerTerms:
     """(L1), (L3): projections and chunked scan of a recurrent mixer."""
-    tp, hidden = sharding.tp, instance.model.hidden
-    if isinstance(part, Mamba):
-        inner, state = max(part.inner // tp, 1), part.state
-        width = 2 * inner + 2 * part.groups * state // tp + (part.heads or 0) // tp
-    else:
-        inner = max(part.value_heads * part.value_dim // tp, 1)
-        state = part.key_dim
-        width = 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
+    hidden = instance.model.hidden
+    inner, state, width = _recurrent_widths(part, sharding.tp)
     total = _linear(instance, tokens, (width,), hidden, "mixer") + _linear(instance, tokens, (hidden,), inner, "mixer")
     total += _traffic(instance, 2 * tokens * (width + 2 * inner))
     precision = sixteen_bit(instance.workload.precision)
     scan = gemm_time_s(instance.accelerator, tokens, inner, 2 * state + SCAN_CHUNK, precision)
     return total + LayerTerms(core_forward=scan, core_backward=2 * scan, launches=RECURRENT_LAUNCHES)
+
+
+def _recurrent_widths(part: LinearAttention | Mamba, tp: int) -> tuple[int, int, int]:
+    """Inner width, state and width of the input projection of a recurrent mixer on one device."""
+    if isinstance(part, Mamba):
+        inner, state = max(part.inner // tp, 1), part.state
+        return inner, state, 2 * inner + 2 * part.groups * state // tp + (part.heads or 0) // tp
+    inner = max(part.value_heads * part.value_dim // tp, 1)
+    return inner, part.key_dim, 2 * inner + 2 * part.key_heads * part.key_dim // tp + 2 * part.value_heads // tp
 
 
 @lru_cache(maxsize=REMEMBERED)

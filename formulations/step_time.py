@@ -31,14 +31,14 @@ al., arXiv 2104.04473, section 2.2); for uneven ones it is not.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd, log2, prod
+from math import log2, prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.data.efficiency import SCALE_UP_KINDS
 from shardwise.data.workload import OPTIMIZER_STATE_BYTES
-from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s
+from shardwise.formulations.collectives import bandwidth_time_per_byte, collective_time_s, p2p_time_s, split_spans
 from shardwise.formulations.kernels import memory_bound_time_s
 from shardwise.formulations.layer_costs import ACTIVATION_BYTES, Spans
 from shardwise.formulations.layer_time import larger
@@ -208,19 +208,6 @@ def unit_times_s(
         forward += gather if degrees.zero == 3 else 0.0
         backward += reduce + (gather if degrees.zero == 3 and not end else 0.0)
     return forward, backward
-
-
-def split_spans(spans: Spans, inner: int) -> tuple[Spans, Spans]:
-    """A group as its blocks of `inner` neighbouring ranks, and the group of those blocks."""
-    near: list[tuple[int, Link]] = []
-    far: list[tuple[int, Link]] = []
-    left = inner
-    for members, link in spans:
-        taken = gcd(members, left)
-        left //= taken
-        near.append((taken, link))
-        far.append((members // taken, link))
-    return tuple(near), tuple(far)
 
 
 def group_of(*groups: tuple[int, ...]) -> tuple[int, ...]:

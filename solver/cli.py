@@ -273,7 +273,10 @@ def evaluate_command(
     cp: Annotated[int | None, typer.Option("--cp", help="Context parallel degree, default 1.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", help="Expert parallel degree, default 1.")] = None,
     cp_comm_type: Annotated[
-        str | None, typer.Option("--cp-comm-type", help="p2p, allgather or a2a; default what the pack takes.")
+        str | None, typer.Option("--cp-comm-type", help="p2p, allgather, a2a or a2a+p2p; default what the pack takes.")
+    ] = None,
+    cp_a2a: Annotated[
+        int | None, typer.Option("--cp-a2a", help="Neighbours that exchange sequence for heads under a2a+p2p.")
     ] = None,
     etp: Annotated[
         int | None, typer.Option("--etp", help="Expert tensor parallel degree, default tp; 1 where the pack says so.")
@@ -319,7 +322,7 @@ def evaluate_command(
     plan = None if plan_path is None else read_plan(plan_path)
     degrees = given(
         tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
-        cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, cp_comm_type=cp_comm_type,
+        cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, cp_comm_type=cp_comm_type, cp_a2a=cp_a2a,
     )  # fmt: skip
     shape = given(
         stages=stages,

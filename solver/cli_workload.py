@@ -71,6 +71,13 @@ def workload_options(
             "--pad-experts/--no-pad-experts", help="Pad every expert to its capacity; needs --expert-capacity."
         ),
     ] = None,
+    tp_overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--tp-overlap/--no-tp-overlap",
+            help="Overlap tensor-parallel collectives with the products beside them; as the profile has it by default.",
+        ),
+    ] = None,
     offload_optimizer: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +102,7 @@ def workload_options(
         "lengths": document_lengths(mean_document_length, lengths),
         "expert_imbalance": expert_imbalance, "mtp_layers": mtp_layers,
         "expert_capacity": expert_capacity, "pad_experts": pad_experts,
+        "tp_overlap": tp_overlap,
         "offload_optimizer": share_or_word(offload_optimizer), "offload_param": offload_param,
     }  # fmt: skip
     return {name: value for name, value in said.items() if value is not None}

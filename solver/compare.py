@@ -30,7 +30,7 @@ NOTHING = 1e-7
 DIGITS = {"s": ".4f", "GB": ".3f", "MJ": ".4g", "J": ".4g"}
 """How quantities of a unit are written; others are whole numbers."""
 DEGREES = (
-    "tp", "sequence_parallel", "cp", "cp_comm_type", "ep", "etp", "pp", "vpp", "dp", "dp_replicate", "zero",
+    "tp", "sequence_parallel", "cp", "cp_comm_type", "cp_a2a", "ep", "etp", "pp", "vpp", "dp", "dp_replicate", "zero",
     "offload_optimizer", "offload_param", "micro_batch",
 )  # fmt: skip
 PARTS = ("schedule", "stages", "recompute", "placement", "micro_batches")
@@ -165,6 +165,8 @@ def walk(instance: Instance, a: Plan, b: Plan) -> Iterator[Step]:
             degrees[name] = new
             if name == "tp" and degrees["etp"] == old:
                 degrees["etp"] = new
+            if name == "cp_comm_type":
+                degrees["cp_a2a"] = b.degrees.cp_a2a
             change = f"{name} {old} to {new}"
         else:
             donors[name] = b

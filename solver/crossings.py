@@ -8,7 +8,8 @@ pass:
 (X1) tensor parallelism, for every row-parallel output (layer_costs, L5): one all-reduce, or an all-gather and a
      reduce-scatter, in each forward and each backward pass; once more where the layer is recomputed.
 (X2) context parallelism (L6): two all-gathers and one reduce-scatter a layer, one all-gather more with recompute; by
-     Ulysses an all-to-all of queries, keys and values and one of outputs each way, and forward again with recompute.
+     Ulysses an all-to-all of queries, keys and values and one of outputs each way, and forward again with recompute; by a
+     hierarchy both, each in its part of the group.
 (X3) expert parallelism (L7): two all-to-alls each way, and with etp > 1 an all-gather and a reduce-scatter each way.
 (X4) a pipeline sends activations over a link and gradients back, for each chunk that it joins (step_time, T2).
 (X5) gradients are reduced and weights gathered over dp x cp, within dp_shard ranks and then among the replicas, those of
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.data.model import Attention, Moe
 from shardwise.formulations.coefficients import groups_of
+from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
     context_parallel_bytes,
     routed_bytes,
@@ -42,7 +44,7 @@ from shardwise.formulations.memory import (
     tied_copy,
 )
 from shardwise.formulations.schedule import passes_per_step
-from shardwise.formulations.step_time import gathers_each_pass, group_of, hop_bytes, spans_of, split_spans
+from shardwise.formulations.step_time import gathers_each_pass, group_of, hop_bytes, spans_of
 from shardwise.solver.evaluate import cost_tables, kept_layers, stage_params
 
 if TYPE_CHECKING:
@@ -127,15 +129,17 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     for (kind_index, _, mode), layers in Counter(kept_layers(cost_tables(instance), plan, stage)).items():
         kind, again = model.kinds[kind_index], mode == "full"
         outputs += layers * row_outputs(kind, sharding.spread) * (3 if again else 2)
-        if d.cp_comm_type == "a2a" and isinstance(kind.mixer, Attention):
+        ring = groups.cp[0] if d.cp > 1 else ()
+        if sharding.exchanged > 1 and isinstance(kind.mixer, Attention):
+            near, ring = split_spans(ring, sharding.exchanged)
             for what, size in zip(
                 ("queries, keys and values", "attention outputs"), ulysses_bytes(instance, kind, sharding), strict=True
             ):
-                yield _Call("cp", what, "alltoall", groups.cp[0], m * layers * (3 if again else 2), size)
-        elif d.cp > 1 and kind.mixer is not None:
+                yield _Call("cp", what, "alltoall", near, m * layers * (3 if again else 2), size)
+        if d.cp > 1 and kind.mixer is not None:
             size = context_parallel_bytes(instance, kind, sharding)
-            yield _Call("cp", "keys and values", "all_gather", groups.cp[0], m * layers * (3 if again else 2), size)
-            yield _Call("cp", "their gradients", "reduce_scatter", groups.cp[0], m * layers, size)
+            yield _Call("cp", "keys and values", "all_gather", ring, m * layers * (3 if again else 2), size)
+            yield _Call("cp", "their gradients", "reduce_scatter", ring, m * layers, size)
         if sharding.spread and isinstance(kind.ffn, Moe):
             routed, ways = routed_bytes(instance, kind.ffn, sharding), (3 if again else 2) * m * layers
             yield _Call("ep", "routed tokens", "alltoall", groups.ep[0], 2 * ways, routed)

@@ -35,6 +35,7 @@ def degrees_from(
     etp: int | None = None,
     dp_replicate: int = 1,
     cp_comm_type: CpCommType | None = None,
+    cp_a2a: int = 1,
     offload_optimizer: float | None = None,
     offload_param: bool | None = None,
 ) -> Degrees:
@@ -51,7 +52,8 @@ def degrees_from(
     etp
         Without it, 1 in a pack that keeps experts whole, tp in others.
     cp_comm_type
-        Without it, the first of the pack's algorithms that takes the model and the sequence.
+        Without it, "a2a+p2p" with a `cp_a2a` above 1, else the first of the pack's algorithms that takes the model and the
+        sequence.
     offload_optimizer
         Without it, the share that the workload names; none where it leaves that to the plan.
     offload_param
@@ -73,13 +75,15 @@ def degrees_from(
         if etp is None:
             whole = rules.expert_split == "1" and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds)
             etp = 1 if whole else 0
-        if cp_comm_type is None:
+        if cp_comm_type is None and cp_a2a > 1:
+            cp_comm_type = "a2a+p2p"
+        elif cp_comm_type is None:
             cp_comm_type = context_algorithm(rules, instance.model, max(tp, 1), max(cp, 1), instance.workload.seq_len)
         if offload_optimizer is None:
             allowed = instance.workload.offload_optimizer
             offload_optimizer = 0.0 if allowed == "auto" else float(allowed)
         return Degrees(
-            tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type,
+            tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type, cp_a2a,
             offload_optimizer, instance.workload.offload_param if offload_param is None else offload_param,
         )  # fmt: skip
     except ValueError as error:

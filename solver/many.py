@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from shardwise.data.profile import Profile
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch")
-DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate")
+DEGREES = ("tp", "pp", "dp", "vpp", "micro_batch", "zero", "cp", "ep", "etp", "dp_replicate", "cp_a2a")
 WORKLOAD = ("precision", "optimizer", "attention", "lora_modules", "base_precision")
 SIZES = ("seq_len", "lora_rank", "mtp_layers")
+TRUTHS = ("pad_experts", "tp_overlap")
 SHARES = ("expert_imbalance", "expert_capacity")
 PACKS = ("rules", "profile")
 TEXTS = ("model", "cluster", *WORKLOAD, *PACKS)
@@ -77,10 +78,10 @@ def evaluate_many(table: pd.DataFrame) -> pd.DataFrame:
     ----------
     table
         Columns model, cluster, seq_len, global_batch, and any of tp, pp, dp, vpp, micro_batch, zero, cp, ep, etp,
-        cp_comm_type, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
+        cp_comm_type, cp_a2a, dp_replicate, sequence_parallel, recompute, recompute_layers, schedule, precision, optimizer,
         attention, lora_rank, lora_modules, base_precision, mean_document_length, expert_imbalance, expert_capacity,
-        pad_experts, mtp_layers, rules, profile. What is absent or empty takes the default of `shardwise evaluate`: dp the
-        devices that are left, sequence_parallel on where tp > 1.
+        pad_experts, mtp_layers, tp_overlap, rules, profile. What is absent or empty takes the default of
+        `shardwise evaluate`: dp the devices that are left, sequence_parallel on where tp > 1.
 
     Returns
     -------
@@ -203,8 +204,7 @@ class _Seen:
         texts = {name: str(given[name]) for name in TEXTS if name in given}
         sizes: Cells = {name: numbers[name] for name in SIZES if name in numbers}
         sizes |= {name: given[name] for name in SHARES if name in given}
-        padded = _truth(given, "pad_experts")
-        sizes |= {} if padded is None else {"pad_experts": padded}
+        sizes |= {name: _truth(given, name) for name in TRUTHS if name in given}
         batch, mean = numbers["global_batch"], given.get("mean_document_length")
         alike = (*sizes.items(), str(mean), *texts.items())
         key = (batch, *alike)

@@ -344,6 +344,7 @@ def words_of_degrees(d: Degrees) -> str:
     others = [
         ("cp", d.cp, 1),
         ("cp_comm_type", d.cp_comm_type, "p2p"),
+        ("cp_a2a", d.cp_a2a, 1),
         ("ep", d.ep, 1),
         ("etp", d.etp, d.tp),
         ("dp_replicate", d.dp_replicate, 1),

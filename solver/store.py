@@ -96,6 +96,7 @@ COLUMNS = (
     Column("zero", "Int64", "ZeRO stage, 3 for FSDP"),
     Column("dp_replicate", "Int64", "whole copies among the replicas (HSDP)"),
     Column("cp_comm_type", "category", "algorithm of context parallelism"),
+    Column("cp_a2a", "Int64", "ranks that exchange sequence for heads under a2a+p2p"),
     Column("sequence_parallel", "boolean", "with tensor parallelism"),
     Column("schedule", "category", "of the pipeline"),
     Column("recompute", "string", "modes of the stages, separated by commas"),

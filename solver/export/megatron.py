@@ -89,6 +89,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
     model = instance.model
     return [
         *_parallel_flags(model, plan),
+        *(["--tp-comm-overlap"] if instance.overlaps and plan.degrees.sequence_parallel else []),
         *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
         *_capacity_flags(instance.workload),
@@ -158,6 +159,8 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
             flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
         flags += [f"--context-parallel-size {d.cp}", f"--cp-comm-type {d.cp_comm_type}"]
+    if d.cp_a2a > 1:
+        flags.append(f"--hierarchical-context-parallel-sizes {d.cp_a2a} {d.cp // d.cp_a2a}")
     if d.dp_replicate > 1:
         flags.append(f"--num-distributed-optimizer-instances {d.dp_replicate}")
     if d.sequence_parallel:

@@ -56,6 +56,7 @@ MEANING = {
     "dp": "data-parallel replicas",
     "cp": "context parallel: every sequence split",
     "cp_comm_type": "how context parallelism exchanges keys and values",
+    "cp_a2a": "neighbours that exchange sequence for heads",
     "ep": "expert parallel: experts spread",
     "etp": "every expert split",
     "vpp": "chunks of layers per stage",

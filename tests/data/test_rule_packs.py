@@ -80,6 +80,18 @@ QUESTIONS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
         frozenset({"mindspeed", "deepspeed", "free"}),
         {"model": model_of(8, 2), "cp": 4, "cp_comm_type": "a2a"},
     ),
+    "the sequence exchanged for heads within a ring": (
+        MEGATRONS | {"free"},
+        {"model": model_of(8, 2), "cp": 4, "cp_comm_type": "a2a+p2p", "cp_a2a": 2},
+    ),
+    "fewer kv heads than are exchanged for within a ring": (
+        frozenset({"mindspeed", "free"}),
+        {"model": model_of(8, 2), "cp": 8, "cp_comm_type": "a2a+p2p", "cp_a2a": 4},
+    ),
+    "a ring of exchanges on a sequence that is no multiple of 2 cp": (
+        frozenset(),
+        {"seq_len": 1004, "cp": 4, "cp_comm_type": "a2a+p2p", "cp_a2a": 2},
+    ),
     "sequence a multiple of tp and of 2 cp": (
         MEGATRONS | {"free"},
         {"seq_len": 1032, "tp": 4, "cp": 2, "sequence_parallel": 1},
@@ -269,6 +281,10 @@ def test_mindspeed_takes_a_ring_or_ulysses() -> None:
     assert faults_of("mindspeed", seq_len=1004, tp=4, cp=4, cp_comm_type="a2a") == [
         "tp x cp = 16 does not divide num_attention_heads=8"
     ]
+    assert faults_of("mindspeed", tp=4, cp=4, cp_comm_type="a2a+p2p", cp_a2a=2) == []
+    assert faults_of("mindspeed", tp=4, cp=8, cp_comm_type="a2a+p2p", cp_a2a=4) == [
+        "tp x cp_a2a = 16 does not divide num_attention_heads=8"
+    ]
 
 
 # -- Megatron-Core -----------------------------------------------------------------------------------------------------
@@ -281,10 +297,17 @@ def test_a_ring_of_megatron_takes_no_sliding_window_and_nothing_else_latent_atte
         "cp_comm_type=p2p does not take a sliding window of 256: use allgather or a2a"
     ]
     assert faults_of("megatron-core", sliding, cp=2, cp_comm_type="a2a") == []
+    assert faults_of("megatron-core", sliding, cp=4, cp_comm_type="a2a+p2p", cp_a2a=2) == [
+        "cp_comm_type=a2a+p2p does not take a sliding window of 256: use allgather or a2a"
+    ]
     assert faults_of("free", sliding, cp=2) == []
     narrow = layer(512, latent_attention(512, 8, Latent(None, 128, 64, 32), 64), mlp(512, 2048, gated=True))
     latent = replace(model_of(), layers=(narrow,) * 8)
     assert faults_of("megatron-core", latent, cp=2) == []
+    assert faults_of("megatron-core", latent, cp=4, cp_comm_type="a2a+p2p", cp_a2a=2) == []
+    assert faults_of("megatron-core", model_of(8, 2), cp=8, cp_comm_type="a2a+p2p", cp_a2a=4) == [
+        "cp_a2a=4 does not divide num_key_value_heads=2 / tp=1, as cp_comm_type=a2a+p2p requires"
+    ]
     assert faults_of("megatron-core", latent, cp=2, cp_comm_type="allgather") == [
         "cp_comm_type=allgather does not take keys of 96 with values of 64: use p2p"
     ]

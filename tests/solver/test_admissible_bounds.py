@@ -119,7 +119,7 @@ def dominated_plans(instance: Instance) -> int:
     search, found = search_of(instance)
     chosen = [own for own in found if (replace(own.plan.degrees, dp_replicate=1), own.plan.schedule) in beaten]
     for own in chosen:
-        twin = replace(own.plan, degrees=replace(own.plan.degrees, cp_comm_type="p2p"))
+        twin = replace(own.plan, degrees=replace(own.plan.degrees, cp_comm_type="p2p", cp_a2a=1))
         mine, theirs = (evaluate(instance, plan, unit_s=search.unit_s) for plan in (own.plan, twin))
         assert theirs.admitted
         assert all(a <= b for a, b in zip(theirs.memory_mib, mine.memory_mib, strict=True))

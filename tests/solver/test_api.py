@@ -307,6 +307,8 @@ def test_a_plan_of_adapters_is_proven_and_keeps_its_workload() -> None:
         ({"expert_capacity": "all"}, "workload.expert_capacity='all' must be a number above 0"),
         ({"expert_capacity": 1.25}, "llama-3.1-8b has no experts"),
         ({"pad_experts": "some"}, "pad_experts='some' must be true or false"),
+        ({"tp_overlap": "some"}, "tp_overlap='some' must be true or false"),
+        ({"tp_overlap": True, "rules": "deepspeed"}, "deepspeed does not overlap"),
         ({"mtp_layers": 1.5}, "mtp_layers=1.5 must be a whole number"),
         ({"seq_len": None}, "column seq_len is missing or empty"),
         ({"model": float("nan")}, "column model is missing or empty"),

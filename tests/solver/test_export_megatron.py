@@ -103,13 +103,16 @@ def test_a_model_that_the_flags_cannot_say_is_refused() -> None:
         megatron_flags(instance, plan)
 
 
-@pytest.mark.parametrize("algorithm", ["p2p", "allgather", "a2a"])
+@pytest.mark.parametrize("algorithm", ["p2p", "allgather", "a2a", "a2a+p2p"])
 def test_the_algorithm_of_context_parallelism_is_said(algorithm: str) -> None:
-    limits = ["cp=2", f"cp_comm_type={algorithm}", "pp=1", "micro_batch=1"]
+    limits = ["cp=4", f"cp_comm_type={algorithm}", "pp=1", "micro_batch=1"]
     instance = build_instance("llama-3.1-8b", "dgx-h100:1", Training(8192, 16), limits=limits)
     plan = solve(instance=instance, workers=1).plan
     assert plan is not None
     assert flags_of(instance, plan)["--cp-comm-type"] == algorithm
+    assert flags_of(instance, plan).get("--hierarchical-context-parallel-sizes") == (
+        "2 2" if "+" in algorithm else None
+    )
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -12,19 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from universe import (
+    ETHERNET,
     INFINIBAND,
     NVLINK,
+    PCIE,
     Corner,
     Judged,
     admitted,
     chunks_by_stage,
     corners,
+    dense,
     documented_order,
     examples,
     has_experts,
     instance_of,
     instances,
     llama,
+    model_of,
     splits,
 )
 
@@ -40,6 +44,7 @@ from shardwise.solver.solve import solve
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver
 
+    from shardwise.data.cluster import Link
     from shardwise.data.instance import Instance
     from shardwise.data.plan import RankOrder
     from shardwise.solver.evaluate import Evaluation
@@ -180,6 +185,25 @@ def test_exhaustive_search_and_the_solver_agree_on_pinned_layers(rules: str, lim
         agrees(instance, result, admitted(instance, result.report["unit_s"]))
 
 
+@pytest.mark.parametrize("rules", ["megatron-core", "free"])
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [((NVLINK, INFINIBAND), ("p2p", 1)), ((NVLINK, ETHERNET), ("a2a+p2p", 4)), ((PCIE, ETHERNET), ("a2a+p2p", 2))],
+)
+def test_exhaustive_search_and_the_solver_agree_on_hierarchies(
+    rules: str, links: tuple[Link, Link], expected: tuple[str, int]
+) -> None:
+    """Over slow links between nodes a hierarchy exchanges within them, over fast ones a ring hides what it sends."""
+    model = model_of([dense(1024, kv_heads=8)] * 2, 1024, 32000, tied=False)
+    limits = ("cp=8", "recompute=none", "micro_batch=1", "dp_replicate=1")
+    instance = instance_of(model, (4, 4), links, rules=rules, limits=limits, workload=Training(65536, 1))
+    for prune in (True, False):
+        result = solve(instance=instance, workers=1, prune=prune)
+        agrees(instance, result, admitted(instance, result.report["unit_s"]))
+        assert result.plan is not None
+        assert (result.plan.degrees.cp_comm_type, result.plan.degrees.cp_a2a) == expected
+
+
 def test_nodes_that_are_kept_free_are_left_out_of_the_best_plan() -> None:
     def nodes(*limits: str) -> int:
         instance = instance_of(
@@ -296,8 +320,12 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
         )
         ranks = prod(placement.tp) * prod(placement.cp) * prod(placement.dp)
         etp = data.draw(st.sampled_from((1, prod(placement.tp))))
+        cp = prod(placement.cp)
+        algorithms = [(name, 1) for name in CP_COMM_TYPES[:3]]
+        algorithms += [(CP_COMM_TYPES[3], n) for n in range(2, cp) if cp % n == 0]
+        algorithm, near = data.draw(st.sampled_from(algorithms))
         degrees = Degrees(
-            cp=prod(placement.cp),
+            cp=cp,
             ep=data.draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (n * etp) == 0])),
             etp=etp,
             tp=prod(placement.tp),
@@ -307,7 +335,8 @@ def test_the_reference_leaves_out_only_plans_that_evaluate_rejects(instance: Ins
             micro_batch=data.draw(st.sampled_from((1, 2, 3, 4))),
             zero=data.draw(st.integers(0, 3)),
             sequence_parallel=data.draw(st.booleans()),
-            cp_comm_type=data.draw(st.sampled_from(CP_COMM_TYPES)),
+            cp_comm_type=algorithm,
+            cp_a2a=near,
         )
         micro_batches = max(instance.workload.global_batch // (degrees.dp * degrees.micro_batch), 1)
         possible = splits(layers, degrees.pp, degrees.vpp)

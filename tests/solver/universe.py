@@ -26,7 +26,7 @@ from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, T
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import capacity_faults, load_rules, mtp_faults
+from shardwise.data.rules import capacity_faults, load_rules, mtp_faults, overlap_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -224,6 +224,7 @@ LIMITS = (
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
     "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
     "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
+    "cp_comm_type=a2a+p2p", "cp_a2a=1", "cp_a2a>=2",
     "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
     "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
 )  # fmt: skip
@@ -264,8 +265,10 @@ TUNINGS: tuple[dict[str, Any], ...] = (
     {"offload_optimizer": 0.5},
     {"offload_optimizer": 1.0},
     {"offload_optimizer": 1.0, "offload_param": True},
+    {"tp_overlap": True},
+    {"tp_overlap": False},
 )
-"""Adapters, packing, multi-token prediction, capacity and the optimizer on the host, each in one instance of a few."""
+"""Adapters, packing, multi-token prediction, capacity, the optimizer on the host and overlap, each in one instance of a few."""
 
 
 @st.composite
@@ -295,6 +298,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
         and not capacity_faults(load_rules(name), model, workload)
         and (not workload.offload_optimizer or name not in ("torchtitan", "accelerate"))
         and (not workload.offload_param or name in ("deepspeed", "free"))
+        and not overlap_faults(load_rules(name), workload)
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
@@ -502,12 +506,12 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                     continue
                 if vpp > 1 and pp == 1:
                     continue
-                for (zero, sp), (ep, etp), algorithm in itertools.product(
+                for (zero, sp), (ep, etp), (algorithm, near) in itertools.product(
                     itertools.product(range(4), (False, True)), expert_ways(instance, tp, tp * cp * dp), algorithms
                 ):
                     if not shards_sequence(instance, tp, cp) if sp else needs_shards(instance, tp):
                         continue
-                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, cp_comm_type=algorithm)
+                    degrees = Degrees(tp, pp, dp, vpp, micro_batch, zero, sp, cp, ep, etp, 1, algorithm, near)
                     if not within_limits(instance, degrees):
                         continue
                     for share, param in on_the_host(instance, zero):
@@ -577,10 +581,10 @@ def expert_ways(instance: Instance, tp: int, ranks: int) -> list[tuple[int, int]
     ]
 
 
-def ways_of_context(instance: Instance, tp: int, cp: int) -> list[CpCommType]:
-    """The rows of docs/rules.md on context parallelism: the algorithms that its degree may have."""
+def ways_of_context(instance: Instance, tp: int, cp: int) -> list[tuple[CpCommType, int]]:
+    """The rows of docs/rules.md on context parallelism: the algorithms that its degree may have, with `cp_a2a`."""
     if cp == 1:
-        return ["p2p"]
+        return [("p2p", 1)]
     pack, seq_len = pack_of(instance), instance.workload.seq_len
     halves, whole = seq_len % (2 * cp) == 0, seq_len % cp == 0
     ring, gather, ulysses = pack != "deepspeed" and halves, pack != "deepspeed" and halves, whole
@@ -588,14 +592,19 @@ def ways_of_context(instance: Instance, tp: int, cp: int) -> list[CpCommType]:
         ulysses = False
     if pack == "megatron-core":
         ulysses = halves
+    hierarchies = [n for n in range(2, cp) if cp % n == 0 and halves and pack in ("megatron-core", "mindspeed", "free")]
     for kind in instance.model.layers:
         mixer = kind.mixer
         if isinstance(mixer, Attention):
             here = max(mixer.kv_heads // tp, 1)
-            several = {"megatron-core": here % cp == 0, "mindspeed": True}.get(pack, here % cp == 0 or cp % here == 0)
-            ulysses = ulysses and mixer.heads % (tp * cp) == 0 and several
+            several = {
+                n: {"megatron-core": here % n == 0, "mindspeed": True}.get(pack, here % n == 0 or n % here == 0)
+                for n in (*hierarchies, cp)
+            }
+            ulysses = ulysses and mixer.heads % (tp * cp) == 0 and several[cp]
+            hierarchies = [n for n in hierarchies if mixer.heads % (tp * n) == 0 and several[n]]
             if pack == "megatron-core" and mixer.window:
-                ring = False
+                ring, hierarchies = False, []
         if isinstance(mixer, Mamba):
             if mixer.heads is None or mixer.heads % (tp * cp):
                 return []
@@ -603,7 +612,8 @@ def ways_of_context(instance: Instance, tp: int, cp: int) -> list[CpCommType]:
             if groups % cp != 0 and cp % groups != 0:
                 return []
     accepted: dict[CpCommType, bool] = {"p2p": ring, "allgather": gather, "a2a": ulysses}
-    return [name for name, legal in accepted.items() if legal]
+    flat: list[tuple[CpCommType, int]] = [(name, 1) for name, legal in accepted.items() if legal]
+    return [*flat, *(("a2a+p2p", n) for n in hierarchies)]
 
 
 def has_experts(instance: Instance) -> bool:
@@ -815,7 +825,7 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         per_stage.append((stage.recompute_layers, selective))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
-        (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
+        (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a", "a2a+p2p").index(d.cp_comm_type), d.cp_a2a),
         (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
         (d.micro_batch, (1, 0, 2, 3).index(d.zero), d.offload_optimizer, d.offload_param),
         (-int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
