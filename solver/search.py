@@ -31,7 +31,7 @@ from shardwise.formulations.bounds import (
     work_bound_s,
 )
 from shardwise.formulations.candidates import Candidate, Grid, PlacementTable, enumerate_grids
-from shardwise.formulations.coefficients import TimeCoefficients
+from shardwise.formulations.coefficients import MemoryCoefficients, TimeCoefficients
 from shardwise.formulations.cp import Cut, Option
 from shardwise.formulations.dominance import dominated, needless_offload
 from shardwise.formulations.objective import Objective
@@ -212,6 +212,9 @@ class Search:
         self.waiting: deque[tuple[float, Grid]] = deque()
         self.bounded: list[Bounded] = []
         self.in_reach: list[Bounded] | None = None
+        self.tried: set[tuple[Grid, int, int]] = set()
+        self.full: set[tuple[MemoryCoefficients, Shape]] = set()
+        """Of these no plan fits, wherever it lies."""
         self.open: list[Option] = []
         self.unopened_bound_s: float | None = None
 
@@ -396,17 +399,26 @@ class Search:
         return []
 
     def try_rows(self, rows: Iterable[Row], factor: int) -> list[Candidate]:
-        """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left."""
+        """Try rows until one gives an incumbent, with plans up to `factor` times the bound; the candidates left. Rows that
+        were tried so before gave none."""
         left = []
         for _, step_s, grid, row in rows:
+            if (grid, row, factor) in self.tried:
+                continue
+            self.tried.add((grid, row, factor))
             self.check_time()
             self.report("trying", None, len(self.bounded))
             self.choose_unit(step_s)
             for candidate in self.candidates(grid, row):
+                memory = self.tables.memory(candidate.degrees, candidate.schedule)
+                if (memory, candidate.shape) in self.full:
+                    continue
                 limit = min(self.longest(candidate), math.ceil(factor * step_s / self.unit_s))
                 option = self.try_candidate(candidate, self.coefficients(candidate), limit)
                 if option is not None:
                     left.append(candidate)
+                elif limit >= UNLIMITED:
+                    self.full.add((memory, candidate.shape))
             if self.incumbent is not None:
                 break
         return left

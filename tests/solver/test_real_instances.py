@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ from shardwise.data.workload import Training
 from shardwise.formulations.splits import SplitSearch
 from shardwise.solver.close import Statistics
 from shardwise.solver.evaluate import Evaluation, evaluate
-from shardwise.solver.search import Search
+from shardwise.solver.search import UNLIMITED, Search
 from shardwise.solver.solve import Run, build_instance, solve
 
 if TYPE_CHECKING:
+    from shardwise.data.instance import Instance
     from shardwise.data.plan import Plan
     from shardwise.formulations.candidates import Candidate
     from shardwise.solver.result import Result
@@ -84,6 +86,28 @@ def test_layers_that_do_not_reach_the_end_are_told_without_a_dynamic_program(mod
     assert search.incumbent is not None
     assert search.tally.counts["pruned_by_split_bound"] > 100
     assert counted.empty <= most_empty
+
+
+class CountedSearch(Search):
+    """Counts the candidates that are tried, by row and limit."""
+
+    def __init__(self, instance: Instance) -> None:
+        super().__init__(instance)
+        self.tries: Counter[tuple[Candidate, bool]] = Counter()
+
+    def try_candidate(self, candidate: Candidate, time_units: Any, limit: int, most: int = 64) -> Any:
+        self.tries[candidate, limit >= UNLIMITED] += 1
+        return super().try_candidate(candidate, time_units, limit, most)
+
+
+def test_a_search_without_a_plan_tries_no_candidate_twice_nor_one_that_fits_nowhere_in_another_place() -> None:
+    instance = build_instance("llama-3.1-405b", "dgx-h200:64", Training(4096, 3360), limits=("devices<=51", "tp=2"))
+    search = CountedSearch(instance)
+    assert Run(Statistics(), 1, 0, True, 0).whole(search)
+    assert search.incumbent is None
+    assert max(search.tries.values()) == 1
+    limited, unlimited = (sum(own == kind for _, own in search.tries) for kind in (False, True))
+    assert 0 < unlimited < limited / 2
 
 
 def test_every_candidate_is_accounted_for() -> None:
