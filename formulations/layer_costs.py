@@ -61,11 +61,10 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      beside a product G of pieces all but  (1 - 1 / t) min(C, G)  has to show: the first piece, and what G is too short for.
      Half of that is counted as hidden (OVERLAPPED_SHARE): torchtitan's three pairs of runs of an 8B model with tp = 8, with
      and without, hid 0.4 to 0.7 of it. G is t times a piece, and what it takes longer than the product in one is added, with
-     2 t - 3 launches. The gather is
-     beside the column-parallel product, the scatter beside the row-parallel one, and in the backward pass beside their
-     data gradients. Products of latent attention ahead of its heads, routed experts, the embedding and the head have
-     none. C and G are those of the profile (J1). In a profile that was fitted to runs with overlap its
-     `tp_comm_exposed` says what shows, and without overlap all of it does.
+     2 t - 3 launches. The gather is beside the column-parallel product, the scatter beside the row-parallel one, and in the
+     backward pass beside their data gradients. Products of latent attention ahead of its heads, routed experts, the
+     embedding and the head have none. C and G are those of the profile (J1). In a profile that was fitted to runs with
+     overlap its `tp_comm_exposed` says what shows, and without overlap all of it does.
 """
 
 from __future__ import annotations
