@@ -319,7 +319,7 @@ class LeastLayer:
         return LeastLayer(
             np.array(states),
             np.array([min(a.none for a in kinds) for kinds in every]),
-            np.array([min(min(a.none, a.selective) for a in kinds) for kinds in every]),
+            np.array([min(a.kept(mode) for a in kinds for mode in ("none", *tables.sets)) for kinds in every]),
             np.array([min(a.full for a in kinds) for kinds in every]),
         )
 
@@ -442,7 +442,7 @@ def least_memory(best: BestCase, grid: Grid) -> Floats:
     kept = np.zeros(len(sizes))
     for index, size in enumerate(sizes.tolist()):
         sharding = shape.sharding(size)
-        per_kind = [min(a.full, a.none) for a in tables.activations(sharding)]
+        per_kind = [min(a.full, a.none) for a in tables.activations(sharding)]  # no set of modules keeps less
         kept[index] = np.dot(tables.kind_counts, per_kind) + head_activations_bytes(instance, sharding)
     states = np.zeros((2, len(groups)))
     for pipelined in (0, 1):

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, layout
-from shardwise.data.plan import Plan, Recompute, Stage
+from shardwise.data.plan import Plan, stage_in
 from shardwise.formulations.passes import chunk_counts, links_of, pass_times
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from shardwise.formulations.passes import ChunkCounts
 
 Ints = npt.NDArray[np.int64]
-Modes = tuple[Recompute, ...]
+Modes = tuple[str, ...]
+"""Modes of `Stage.mode`: nothing, sets of modules, full."""
 INFINITE = np.int64(2**62)
-_MODES: Modes = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Split:
 
     bound: int
     cuts: tuple[int, ...]
-    settings: tuple[tuple[Recompute, int], ...]
+    settings: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +70,10 @@ class _StageChoices:
     onward
         The largest of it and of the best that can follow.
     mode, block
-        The recompute setting.
+        The recompute setting, the mode as an index into `modes`.
     """
 
+    modes: Modes
     first: int
     least: int
     cost: Ints
@@ -86,7 +87,7 @@ def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
     if not choices:
         return
     serial = itertools.count()
-    open_parts: list[tuple[int, int, int, int, tuple[int, ...], tuple[tuple[Recompute, int], ...]]] = [
+    open_parts: list[tuple[int, int, int, int, tuple[int, ...], tuple[tuple[str, int], ...]]] = [
         (0, 0, next(serial), 0, (0,), ())
     ]
     while open_parts:
@@ -98,7 +99,7 @@ def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
         row = cuts[-1] - stage.first
         for column in np.nonzero(stage.onward[row] <= limit)[0].tolist():
             part = max(cost, int(stage.cost[row, column]))
-            setting = _MODES[int(stage.mode[row, column])], int(stage.block[row, column])
+            setting = stage.modes[int(stage.mode[row, column])], int(stage.block[row, column])
             grown = (*cuts, cuts[-1] + stage.least + column)
             ahead = max(cost, int(stage.onward[row, column]))
             heapq.heappush(open_parts, (ahead, deep - 1, next(serial), part, grown, (*settings, setting)))
@@ -114,8 +115,9 @@ class SplitSearch:
         self.whole = instance.limits.recompute == "full"
         self._kept_prefixes: dict[tuple[int, int, str], Ints] = {}
         self._saved: dict[tuple[int, int], int] = {}
-        wanted = instance.limits.recompute
-        modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
+        self.all_modes: Modes = ("none", *tables.sets, "full")
+        wanted = {None: self.all_modes, "selective": tables.sets}
+        modes: Modes = wanted.get(instance.limits.recompute, (str(instance.limits.recompute),))
         self.mode_sets: tuple[Modes, ...] = (
             tuple((mode,) for mode in modes) if instance.rules.uniform_recompute else (modes,)
         )
@@ -167,11 +169,14 @@ class SplitSearch:
         what it repeats then: no plan of the split is faster or repeats less."""
         where, stage = candidate.layout, np.array(candidate.layout.stage)
         cuts = np.array([split.cuts for split in splits]).T
-        block, selective = np.zeros((len(stage), len(splits)), np.int64), np.zeros((len(stage), len(splits)), bool)
+        sets = self.tables.sets
+        block = np.zeros((len(stage), len(splits)), np.int64)
+        selective = np.zeros((len(stage), len(sets), len(splits)), bool)
         if self.exact(candidate):
             full = np.array([[block if mode == "full" else 0 for mode, block in split.settings] for split in splits])
             block = full.T[stage]
-            selective = np.array([[mode == "selective" for mode, _ in split.settings] for split in splits]).T[stage]
+            chosen = [[[mode == own for mode, _ in split.settings] for split in splits] for own in sets]
+            selective = np.array(chosen).transpose(2, 0, 1)[stage]
         counts = chunk_counts(where, self.tables.kind_prefixes, cuts, block, selective)
         passes = pass_times(time, candidate.shape, where, counts)
         return np.asarray(passes.step(candidate.shape) + int(time.overhead)), counts
@@ -275,7 +280,7 @@ class SplitSearch:
             cost = cost + tail
             cost = np.where((extra < INFINITE // 4) & (start + size <= total), cost, INFINITE)
             onward = np.maximum(cost, value[end])
-            choices.append(_StageChoices(int(first[0]), least, cost, onward, mode, block))
+            choices.append(_StageChoices(self.all_modes, int(first[0]), least, cost, onward, mode, block))
             value = np.full(total + 1, INFINITE)
             value[first] = onward.min(axis=1)
         return choices[::-1] if value[0] <= limit else []
@@ -320,6 +325,7 @@ class SplitSearch:
         plain = none[end] - none[start]
         extra = np.full(plain.shape, INFINITE // 2)
         mode, block = np.zeros(plain.shape, np.int64), np.zeros(plain.shape, np.int64)
+        last = len(self.all_modes) - 1
         if "full" in modes:
             full = self.kept(memory, flying, "full")
             saved = none - full
@@ -334,18 +340,21 @@ class SplitSearch:
             reachable = until <= end
             cost = again[np.minimum(until, end)] - again[start]
             extra = np.where(reachable, cost, extra)
-            mode = np.where(reachable, 2, mode)
+            mode = np.where(reachable, last, mode)
             block = np.where(reachable, common or np.maximum(until - start, 1), block)
             if least and np.any(start == end):
                 empty = (start == end) & (spare >= 0)
-                extra, mode = np.where(empty, 0, extra), np.where(empty, 2, mode)
+                extra, mode = np.where(empty, 0, extra), np.where(empty, last, mode)
                 block = np.where(empty, common or 1, block)
-        if "selective" in modes:
-            selective = self.kept(memory, flying, "selective")
-            again = self.prefix(time.selective)
+        for index, own in enumerate(self.tables.sets):
+            if own not in modes:
+                continue
+            selective, again = self.kept(memory, flying, own), self.prefix(time.of_set(index))
             cost = again[end] - again[start]
-            better = (selective[end] - selective[start] <= spare) & (cost < extra)
-            extra, mode, block = np.where(better, cost, extra), np.where(better, 1, mode), np.where(better, 0, block)
+            room = spare - np.where(end > start, memory.needed(own), 0)
+            better = (selective[end] - selective[start] <= room) & (cost < extra)
+            extra, block = np.where(better, cost, extra), np.where(better, 0, block)
+            mode = np.where(better, index + 1, mode)
         if "none" in modes:
             plainly = plain <= spare
             extra, mode, block = np.where(plainly, 0, extra), np.where(plainly, 0, mode), np.where(plainly, 0, block)
@@ -370,14 +379,14 @@ class SplitSearch:
     ) -> list[Split]:
         """(P2) under one set of recompute modes."""
         p, time = candidate.degrees.pp, sums.time
-        if modes in (("selective",), ("full",)):
+        if len(modes) == 1 and modes != ("none",):
             chosen = sums.value(self._least_extra(time, cuts, candidate, modes)) <= limit
             if not chosen.any():
                 return []
             cuts, sums = cuts[chosen], sums.rows(chosen)
         if modes == ("full",) and self.instance.rules.uniform_recompute:
             cuts, blocks, value = self._interleaved_block(candidate, memory, sums, cuts, limit)
-            mode, block = np.full((len(cuts), p), 2), np.repeat(blocks[:, None], p, axis=1)
+            mode, block = np.full((len(cuts), p), len(self.all_modes) - 1), np.repeat(blocks[:, None], p, axis=1)
         else:
             rows, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
             cuts, value = cuts[rows], sums.rows(rows).value(extra)
@@ -386,16 +395,17 @@ class SplitSearch:
             Split(
                 int(value[row]),
                 tuple(int(cut) for cut in cuts[row]),
-                tuple((_MODES[int(a)], int(b)) for a, b in zip(mode[row], block[row], strict=True)),
+                tuple((self.all_modes[int(a)], int(b)) for a, b in zip(mode[row], block[row], strict=True)),
             )
             for row in within[np.argsort(value[within], kind="stable")]
         ]
 
     def _least_extra(self, time: TimeCoefficients, cuts: Ints, candidate: Candidate, modes: Modes) -> Ints:
-        """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
-        again = self.prefix(time.selective if modes == ("selective",) else time.full)
+        """Busy time that the only allowed mode adds at least: its modules of all layers, or one layer of every chunk."""
+        (mode,) = modes
+        again = self.prefix(time.full if mode == "full" else time.of_set(self.tables.sets.index(mode)))
         start, end = cuts[:, :-1], cuts[:, 1:]
-        until = end if modes == ("selective",) or self.whole else np.minimum(start + 1, end)
+        until = end if mode != "full" or self.whole else np.minimum(start + 1, end)
         extra: Ints = (again[until] - again[start])[:, _columns(candidate)].sum(axis=1)
         return candidate.micro_batches * extra
 
@@ -477,7 +487,7 @@ class SplitSearch:
         rows = np.arange(len(cuts))
         shape = (len(cuts), p)
         extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        again, selective = (candidate.micro_batches * self.prefix(c) for c in (time.full, time.selective))
+        again, full = candidate.micro_batches * self.prefix(time.full), len(self.all_modes) - 1
         states, columns = self.prefix(memory.state), _columns(candidate)
         for k in range(p):
             own = columns[:, k]
@@ -491,21 +501,25 @@ class SplitSearch:
             cost = extra[:, k]
             if "none" in modes:
                 cost[kept(end, "none") <= spare] = 0
-            if "selective" in modes and not (cost == 0).all():
+            for index, own_set in enumerate(self.tables.sets):
+                if own_set not in modes or (cost == 0).all():
+                    continue
+                selective = candidate.micro_batches * self.prefix(time.of_set(index))
                 added = (selective[end] - selective[start]).sum(axis=1)
-                better = (kept(end, "selective") <= spare) & (added < cost)
-                cost[better], mode[better, k] = added[better], 1
+                needed = np.where((end > start).any(axis=1), memory.needed(own_set), 0)
+                better = (kept(end, own_set) + needed <= spare) & (added < cost)
+                cost[better], mode[better, k] = added[better], index + 1
             if "full" in modes:
                 largest = int((end - start).max())
                 for size in range(max(largest, 1) if self.whole else 1, max(largest, 1) + 1):
-                    undecided = (cost >= INFINITE // 4) | (mode[:, k] == 1)
+                    undecided = (cost >= INFINITE // 4) | ((mode[:, k] > 0) & (mode[:, k] < full))
                     if not undecided.any():
                         break
                     middle = np.minimum(start + size, end)
                     added = (again[middle] - again[start]).sum(axis=1)
                     working = np.where((middle > start).any(axis=1), memory.working, 0)
                     better = undecided & (kept(middle, "full") + working <= spare) & (added < cost)
-                    cost[better], mode[better, k] = added[better], 2
+                    cost[better], mode[better, k] = added[better], full
                     block[better, k] = np.minimum(size, np.maximum((end - start).max(axis=1), 1))[better]
             alive = cost < INFINITE // 4
             if not alive.all():
@@ -664,8 +678,7 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
     chunks = [tuple(sizes[i] for i in candidate.layout.chunks_of(k)) for k in range(d.pp)]
     options = [list(split.settings)]
     if instance.rules.uniform_recompute:
-        modes = {mode for mode, _ in split.settings}
-        mode: Recompute = "full" if "full" in modes else "selective" if "selective" in modes else "none"
+        (mode,) = {mode for mode, _ in split.settings}
         options = [[(mode, 0)] * d.pp]
         if mode == "full":
             largest = max(sizes)
@@ -673,6 +686,6 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
             first = largest if instance.limits.recompute == "full" else min(needed, largest)
             options = [[(mode, block)] * d.pp for block in range(max(first, 1), max(largest, 1) + 1)]
     return [
-        candidate.plan(tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)))
+        candidate.plan(tuple(stage_in(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)))
         for option in options
     ]

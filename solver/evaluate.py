@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -390,6 +390,9 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     algorithm = instance.limits.cp_comm_type
     if algorithm not in (None, plan.degrees.cp_comm_type):
         faults.append(f"cp_comm_type={plan.degrees.cp_comm_type} breaks the limit cp_comm_type={algorithm}")
+    modules, sets = instance.limits.recompute_modules, {stage.mode for stage in plan.stages} - {"none", "full"}
+    if modules is not None and not sets <= {modules}:
+        faults.append(f"recompute_modules={', '.join(sorted(sets))} breaks the limit recompute_modules={modules}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
     elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):
@@ -431,11 +434,12 @@ class TimedPlan:
 def timed_plan(instance: Instance, plan: Plan, unit_s: float | None = None) -> TimedPlan:
     """(T1)-(T5) of a plan, in multiples of `unit_s` where one is given."""
     tables = cost_tables(instance)
-    coefficients = tables.time(plan.degrees, plan.placement, plan.schedule)
+    sets = tables.sets_with(stage.mode for stage in plan.stages)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.schedule, sets)
     if unit_s is not None:
         coefficients = coefficients.in_units(unit_s)
     shape = shape_of(plan)
-    counts = counts_of(plan, tables.kind_prefixes)
+    counts = counts_of(plan, tables.kind_prefixes, sets)
     passes = pass_times(coefficients, shape, plan.layout, counts)
     once = passes_per_step(plan.schedule, shape.micro_batches)
     worked = passes.durations[once.kinds].sum(axis=0) * once.micro_batches
@@ -456,7 +460,8 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
     m = passes_per_step(plan.schedule, timed.shape.micro_batches).micro_batches
     scale = m * straggling(instance, d.devices)
     causes = dict.fromkeys(("compute", "tensor_parallel", "context_parallel", "expert_parallel", "weight_gather"), 0.0)
-    host = work = recompute = 0.0
+    host = work = 0.0
+    recompute = m * float(full @ c.full + selective @ c.selective)
     for unit, (term, time) in enumerate(
         zip((*terms.kinds, terms.embedding, terms.head), (*times.kinds, times.embedding, times.head), strict=True)
     ):
@@ -469,7 +474,6 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
         host += max(passes - sum(spent.values()), 0.0)  # below 0 by rounding alone
         causes["weight_gather"] += max(busy - passes, 0.0)
         work += busy
-        recompute += m * float(full[unit] * c.full[unit] + selective[unit] * c.selective[unit])
     optimizer, tail = optimizer_s(tables, plan, stage), float(timed.passes.tails[stage])
     return TimeParts(
         **causes,
@@ -502,17 +506,14 @@ def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     return sum(units, KindParams(0, 0))
 
 
-def kept_layers(
-    tables: CostTables, plan: Plan, stage: int
-) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
-    """(kind, chunk row, recompute mode) of every layer of a stage."""
+def kept_layers(tables: CostTables, plan: Plan, stage: int) -> list[tuple[int, int, str]]:
+    """(kind, chunk row, mode of `Stage.mode`) of every layer of a stage."""
     instance, setting = tables.instance, plan.stages[stage]
     cuts, out = plan.cuts, []
     for row, chunk in enumerate(plan.layout.chunks_of(stage)):
         for position in range(cuts[chunk + 1] - cuts[chunk]):
-            mode = setting.recompute
-            if mode == "full" and position >= setting.recompute_layers:
-                mode = "none"
+            repeated = setting.recompute != "full" or position < setting.recompute_layers
+            mode = setting.mode if repeated else "none"
             out.append((instance.model.kind_indices[cuts[chunk] + position], row, mode))
     return out
 
@@ -522,7 +523,7 @@ def activation_bytes(tables: CostTables, plan: Plan, stage: int) -> tuple[float,
     bytes_of = tables.activations(sharding_of(plan.degrees))
     held = [0.0] * len(plan.layout.chunks_of(stage))
     for kind, row, mode in kept_layers(tables, plan, stage):
-        held[row] += getattr(bytes_of[kind], mode)
+        held[row] += bytes_of[kind].kept(mode)
     return tuple(held)
 
 
@@ -535,8 +536,8 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
     states: StateBytes = state_bytes(instance, stage_params(tables, plan, stage), d)
-    recomputes = any(mode == "full" for _, _, mode in kept_layers(tables, plan, stage))
-    working = max(kind.working for kind in tables.activations(sharding)) if recomputes else 0.0
+    modes = {mode for _, _, mode in kept_layers(tables, plan, stage)}
+    working = max((kind.needed(mode) for kind in tables.activations(sharding) for mode in modes), default=0.0)
     has_head = d.virtual_stages - 1 in plan.layout.chunks_of(stage)
     logits = head_activations_bytes(instance, sharding) if has_head else 0.0
     used = 1 / (1 + instance.profile.memory_fragmentation)
@@ -564,8 +565,7 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
         sum(count * memory.kept(kind, vector[row], mode) for (kind, row, mode), count in kept.items())
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
-    if any(mode == "full" for _, _, mode in kept):
-        total += memory.working
+    total += max((memory.needed(mode) for mode in {mode for _, _, mode in kept}), default=0)
     if 0 in chunks:
         total += memory.embedding
     if d.virtual_stages - 1 in chunks:

@@ -24,9 +24,9 @@ from shardwise.data.instance import Instance
 from shardwise.data.limits import parse_limits
 from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, Tensor
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
-from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
+from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import capacity_faults, load_rules, mtp_faults
+from shardwise.data.rules import capacity_faults, load_rules, module_faults, mtp_faults
 from shardwise.data.workload import Training
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -43,7 +43,7 @@ MIB = 2**20
 MANY_BYTES = 2**45
 
 Splits = list[tuple[int, ...]]
-Settings = tuple[tuple[Recompute, int], ...]
+Settings = tuple[tuple[str, int], ...]
 
 
 def examples(few: int) -> settings:
@@ -215,7 +215,8 @@ LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
-    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
+    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "recompute_modules=mlp",
+    "recompute_modules=core_attn+mlp", "recompute_modules=moe_act+layernorm", "recompute_modules=moe", "schedule=zb-v",
     "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
     "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
     "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
@@ -285,7 +286,14 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         and not capacity_faults(load_rules(name), model, workload)
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
-    own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
+    own = [
+        limit
+        for limit in LIMITS
+        if not (known := parse_limits([limit])).layer_faults(len(model.layers))
+        and not (
+            known.recompute_modules and module_faults(load_rules(rules), model, known.recompute_modules.split("+"))
+        )
+    ]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
@@ -353,7 +361,7 @@ class Corner:
             for setting in recompute_settings(instance, stages):
                 yield Plan(
                     d,
-                    tuple(Stage(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
+                    tuple(stage_of(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
                     self.placement,
                     self.micro_batches,
                     schedule=self.schedule,
@@ -647,13 +655,27 @@ def recompute_settings(instance: Instance, stages: list[tuple[int, ...]]) -> Ite
         yield from itertools.product(*(_settings(instance, max(chunks)) for chunks in stages))
 
 
-def _settings(instance: Instance, largest: int) -> list[tuple[Recompute, int]]:
+def stage_of(chunks: tuple[int, ...], mode: str, block: int) -> Stage:
+    if mode == "none":
+        return Stage(chunks)
+    return Stage(chunks, "full", block) if mode == "full" else Stage(chunks, "selective", 0, tuple(mode.split("+")))
+
+
+def module_sets(instance: Instance) -> list[str]:
+    """What selective recompute may repeat, in the order of the search."""
+    return [instance.limits.recompute_modules or "core_attn"]
+
+
+def _settings(instance: Instance, largest: int) -> list[tuple[str, int]]:
     """Block sizes up to the largest chunk; with recompute=full as a limit every layer must be repeated."""
     wanted = instance.limits.recompute
     least = max(largest, 1) if wanted == "full" else 1
-    every: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0)]
-    every += [("full", block) for block in range(least, max(largest, 1) + 1)]
-    return [(mode, block) for mode, block in every if wanted in (None, mode)]
+    every = {
+        "none": [("none", 0)],
+        "selective": [(own, 0) for own in module_sets(instance)],
+        "full": [("full", block) for block in range(least, max(largest, 1) + 1)],
+    }
+    return [setting for name, settings in every.items() if wanted in (None, name) for setting in settings]
 
 
 def _count_settings(instance: Instance, stages: list[tuple[int, ...]]) -> int:
@@ -764,7 +786,7 @@ def admitted(instance: Instance, unit_s: float) -> list[Judged]:
 SCHEDULE_ORDER = ("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 
 
-def documented_order(plan: Plan) -> tuple[object, ...]:
+def documented_order(plan: Plan, sets: list[str]) -> tuple[object, ...]:
     """The order among equal optima: `Candidate.tie_key`, then that of solver/close.py, in their words."""
     d, place = plan.degrees, plan.placement
     packing = [-place.factors(axis)[level] for level in range(len(place.tp)) for axis in ("tp", "cp", "dp", "pp")]
@@ -775,7 +797,7 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         elif stage.recompute == "selective":
             recomputed += stage.layers
         selective = int(stage.recompute == "selective")
-        per_stage.append((stage.recompute_layers, selective))
+        per_stage.append((stage.recompute_layers, "+".join(stage.recompute_modules)))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
         (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a").index(d.cp_comm_type)),
@@ -789,5 +811,5 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         max(plan.chunk_layers),
         tuple(-n for n in plan.chunk_layers),
         tuple(block for block, _ in per_stage),
-        tuple(selective for _, selective in per_stage),
+        tuple(modules == own for own in reversed(sets) for _, modules in per_stage),
     )
