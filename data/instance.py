@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.recompute import modules_of
+from shardwise.data.recompute import ANY, modules_of
 from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, module_faults, mtp_faults
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Instance:
         faults += mtp_faults(self.rules, self.model, self.workload.mtp_layers)
         faults += capacity_faults(self.rules, self.model, self.workload)
         faults += self.limits.layer_faults(len(self.model.layers))
-        if self.limits.recompute_modules:
+        if self.limits.recompute_modules not in (None, ANY):
             faults += module_faults(self.rules, self.model, modules_of(self.limits.recompute_modules))
         if faults:
             raise InputError(faults)

@@ -2,10 +2,10 @@
 
 Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute`, `schedule` and
 `cp_comm_type` take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers
-may be. `recompute_modules=layernorm+moe_act` says what selective recompute repeats. `stage[40]=3` or `stage[40]<=1` pins a
-layer to stages, both counted from 0, and `stage[10]=stage[12]` two layers, with those between them where a stage has one
-chunk, to one stage. `free_nodes>=2` keeps nodes free. Limits on one variable are intersected; an empty intersection is a
-contradiction and reported as such.
+may be. `recompute_modules=layernorm+moe_act` says what selective recompute repeats, or `any`. `stage[40]=3` or
+`stage[40]<=1` pins a layer to stages, both counted from 0, and `stage[10]=stage[12]` two layers, with those between them
+where a stage has one chunk, to one stage. `free_nodes>=2` keeps nodes free. Limits on one variable are intersected; an
+empty intersection is a contradiction and reported as such.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.data.plan import CP_COMM_TYPES
-from shardwise.data.recompute import module_set
+from shardwise.data.recompute import ANY, module_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,7 +68,7 @@ class Limits:
     """What the user allows. `text` keeps the limits as written, for messages and reports.
 
     recompute_modules
-        What selective recompute repeats, as `data.recompute.module_set` writes it.
+        What selective recompute repeats, as `data.recompute.module_set` writes it, or `data.recompute.ANY`.
     pinned, together
         The stages that a layer may be on, and pairs of layers that are on one stage.
     """
@@ -176,7 +176,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             try:
                 if sign not in ("=", "=="):
                     raise ValueError(f"recompute_modules takes =, not {sign}")
-                modules.add(module_set(value.split("+")))
+                modules.add(ANY if value == ANY else module_set(value.split("+")))
             except ValueError as error:
                 faults.append(f"limit {text!r}: {error}")
         elif variable == "memory_gb":

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "shared_experts", "mlp", "moe")
 """megatron/training/config `--recompute-modules`; those of gated delta nets and hyper-connections are not modelled."""
 CORE = "core_attn"
+ANY = "any"
+"""As a limit: the search may choose among sets (coefficients, F3)."""
 WITHIN = {"moe": ("moe_act", "shared_experts")}
 """What a module repeats anyway."""
 

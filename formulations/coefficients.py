@@ -5,12 +5,16 @@
      down to a multiple of the instance's time unit; nothing is rounded after that, so a path that is the sum of n
      rounded terms is at most as long as the same path in seconds, and less than n units shorter.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
+(F3) Sets of modules: with the modules of the pack that drop something, sorted by the time that each adds for a byte that it
+     drops on one device with one sequence, the first, the first two, ... all of them, and the attention core alone. A module
+     that holds others takes their place.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, SPLIT
-from shardwise.data.recompute import CORE, modules_of
+from shardwise.data.recompute import ANY, CORE, MODULES, WITHIN, module_set, modules_of
 from shardwise.formulations.layer_costs import (
     Groups,
     LayerTerms,
@@ -162,9 +166,9 @@ class CostTables:
     `sets` are the sets of modules that plans of the search may repeat.
     """
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, sets: tuple[str, ...] = ()) -> None:
         self.instance = instance
-        self.sets = searched_sets(instance)
+        self.sets = sets or searched_sets(instance)
         self._selective: dict[tuple[Sharding, Groups, tuple[str, ...]], tuple[float, ...]] = {}
         self._modules: dict[tuple[Sharding, Groups, str], tuple[LayerTerms, ...]] = {}
         self._coefficients: dict[tuple[object, ...], TimeCoefficients] = {}
@@ -403,9 +407,28 @@ class CostTables:
         return int(self.instance.memory_limit_bytes / self.instance.profile.memory_quantile) // MIB
 
 
+@lru_cache(maxsize=64)
 def searched_sets(instance: Instance) -> tuple[str, ...]:
-    """The sets of modules that selective recompute may repeat in a plan of the search."""
-    return (instance.limits.recompute_modules or CORE,)
+    """(F3) The sets of modules that selective recompute may repeat in a plan of the search."""
+    wanted = instance.limits.recompute_modules
+    if wanted != ANY:
+        return (wanted or CORE,)
+    counts = Counter(instance.model.kind_indices)
+    alone, groups = Sharding(1, 1, False), Groups(((),))
+    tables = CostTables(instance, (CORE,))
+    activations, found = tables.activations(alone), []
+    for module in instance.rules.recompute_modules:
+        index = MODULES.index(module)
+        dropped = sum(n * activations[kind].dropped[index] for kind, n in counts.items())
+        again = tables.selective_s(alone, groups, (module,))
+        if dropped > 0:
+            found.append((sum(n * again[kind] for kind, n in counts.items()) / dropped, index, module))
+    sets, taken = [CORE], set[str]()
+    for _, _, module in sorted(found):
+        if not any(module in inner for outer, inner in WITHIN.items() if outer in taken):
+            taken = taken - set(WITHIN.get(module, ())) | {module}
+            sets.append(module_set(taken))
+    return tuple(dict.fromkeys(sets))
 
 
 def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Groups:

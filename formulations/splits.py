@@ -27,8 +27,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from shardwise.formulations.passes import chunk_counts, links_of, pass_times
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Candidate
@@ -105,6 +105,22 @@ def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
             heapq.heappush(open_parts, (ahead, deep - 1, next(serial), part, grown, (*settings, setting)))
 
 
+def _opened_late(waiting: list[tuple[int, Callable[[], Iterator[Split]]]], limit: int) -> Iterator[Split]:
+    """Several runs of splits as one, ascending; each is made when no other has a split below its least bound."""
+    serial = itertools.count()
+    runs: list[tuple[int, int, Split | None, Any]] = [
+        (least, next(serial), None, make) for least, make in waiting if least <= limit
+    ]
+    heapq.heapify(runs)
+    while runs:
+        _, _, split, run = heapq.heappop(runs)
+        if split is not None:
+            yield split
+        splits: Iterator[Split] = run if split is not None else run()
+        for following in itertools.islice(splits, 1):
+            heapq.heappush(runs, (following.bound, next(serial), following, splits))
+
+
 class SplitSearch:
     """(P1)-(P3) for the candidates of one instance."""
 
@@ -133,15 +149,30 @@ class SplitSearch:
         first, and no plan of a split that is still to come below the last."""
         memory = self.tables.memory(candidate.degrees, candidate.schedule)
         splits = self._even_splits(candidate, time, limit) if candidate.degrees.vpp > 1 else None
-        found: list[Iterable[Split]] = []
-        for modes in self.mode_sets:
+
+        def of_modes(modes: Modes) -> Iterator[Split]:
             if candidate.degrees.vpp == 1 and candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
-                found.append(self._by_block(candidate, time, memory, limit))
-            elif candidate.degrees.vpp == 1:
-                found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
-            elif splits is not None:
-                found.append(self._interleaved(candidate, memory, limit, modes, *splits))
-        return heapq.merge(*found, key=lambda split: split.bound)
+                return self._by_block(candidate, time, memory, limit)
+            if candidate.degrees.vpp == 1:
+                return _by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit)
+            return iter(() if splits is None else self._interleaved(candidate, memory, limit, modes, *splits))
+
+        return _opened_late(
+            [(self._least(candidate, time, modes), partial(of_modes, modes)) for modes in self.mode_sets], limit
+        )
+
+    def _least(self, candidate: Candidate, time: TimeCoefficients, modes: Modes) -> int:
+        """(P3) The mean over stages of their busy time, with what the only mode adds to every layer: no split in these modes
+        is below it."""
+        p, m = candidate.degrees.pp, candidate.micro_batches
+        sent = [int(x) for x in time.sends[:p]]
+        sends = sum(sent[link] for links in links_of(candidate.layout, p) for link in links.tolist() if link < p)
+        work = int(self.prefix(_both(time))[-1] + sum(_both(time)[-2:]) + sends)
+        if len(modes) == 1 and modes[0] in self.tables.sets:
+            work += int(self.prefix(time.of_set(self.tables.sets.index(modes[0])))[-1])
+        elif modes == ("full",):
+            work += max(candidate.degrees.virtual_stages - 2, 0) * int(min(time.full[:-2]))
+        return int(time.overhead) + m * work // p
 
     def of_cuts(self, candidate: Candidate, time: TimeCoefficients, cuts: Ints, limit: int) -> list[Split]:
         """The splits of some cuts of v > 1, one row each, as (P2) and (P3) judge them: those within `limit` and memory."""

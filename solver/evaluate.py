@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, Moe
+from shardwise.data.recompute import ANY
 from shardwise.data.rules import plan_faults, plan_risks
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
@@ -391,7 +392,7 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     if algorithm not in (None, plan.degrees.cp_comm_type):
         faults.append(f"cp_comm_type={plan.degrees.cp_comm_type} breaks the limit cp_comm_type={algorithm}")
     modules, sets = instance.limits.recompute_modules, {stage.mode for stage in plan.stages} - {"none", "full"}
-    if modules is not None and not sets <= {modules}:
+    if modules not in (None, ANY) and not sets <= {modules}:
         faults.append(f"recompute_modules={', '.join(sorted(sets))} breaks the limit recompute_modules={modules}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")

@@ -13,7 +13,7 @@ from shardwise.data.faults import InputError
 from shardwise.data.plan import Degrees, Plan, Stage
 from shardwise.data.recompute import MODULES, WITHIN, has_module, module_set
 from shardwise.data.runs import run_of, shipped_runs
-from shardwise.formulations.coefficients import CostTables
+from shardwise.formulations.coefficients import CostTables, searched_sets
 from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.memory import MIB
 from shardwise.formulations.memory_table import MemoryLines, memory_table
@@ -249,3 +249,47 @@ def test_modules_with_collectives_of_their_own_repeat_those() -> None:
     assert experts["tp"] - core["tp"] == each * routed
     assert experts["ep"] - core["ep"] == each * routed
     assert shared["ep"] == mlp["ep"] == core["ep"]
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "expected"),
+    [
+        ("llama-3.1-8b", "flash", ("core_attn", "mlp", "core_attn+mlp")),
+        ("llama-3.1-8b", "unfused", ("core_attn", "core_attn+mlp")),
+        (
+            "qwen3-30b-a3b",
+            "flash",
+            ("core_attn", "moe_act", "layernorm+moe_act", "layernorm+moe", "core_attn+layernorm+moe"),
+        ),
+    ],
+)
+def test_the_search_takes_modules_in_the_order_of_their_time_for_a_byte(
+    model: str, attention: Any, expected: tuple[str, ...]
+) -> None:
+    """(F3), and without the limit the attention core alone."""
+    workload = shardwise.Training(4096, 64, attention=attention)
+    chain = build_instance(model, "dgx-h100:1", workload, limits=["recompute_modules=any"])
+    assert searched_sets(chain) == expected
+    assert searched_sets(build_instance(model, "dgx-h100:1", workload)) == ("core_attn",)
+    whole = build_instance(model, "dgx-h100:1", workload, rules="torchtitan", limits=["recompute_modules=any"])
+    assert searched_sets(whole) == ("core_attn",)
+
+
+def test_the_search_finds_a_set_that_is_faster_than_the_core_and_than_blocks() -> None:
+    limits = ("tp=1", "pp=1", "cp=2", "ep=8", "etp=1", "micro_batch=1", "zero=1")
+
+    def solved(*more: str) -> Any:
+        workload = shardwise.Training(16384, 64)
+        return shardwise.solve(LATENT[0], LATENT[1], workload, limits=(*limits, *more), workers=1)
+
+    core, chain = solved(), solved("recompute_modules=any")
+    assert core.status == chain.status == "OPTIMAL"
+    assert {stage.mode for stage in chain.plan.stages} == {"layernorm+moe_act"}
+    assert chain.value < 0.995 * core.value
+    assert chain.report["universe"]["recompute"].startswith(
+        "one setting for all stages; selective repeats core_attn or "
+    )
+    named = solved("recompute_modules=layernorm+moe_act")
+    assert named.plan == chain.plan
+    other = solved("recompute_modules=mla_up_proj", "recompute=selective")
+    assert other.status == "INFEASIBLE" or other.value > chain.value

@@ -28,6 +28,7 @@ from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.profile import load_profile
 from shardwise.data.rules import capacity_faults, load_rules, module_faults, mtp_faults
 from shardwise.data.workload import Training
+from shardwise.formulations.coefficients import searched_sets
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
 if TYPE_CHECKING:
@@ -215,12 +216,12 @@ LIMITS = (
     "pp<=2", "pp>=2", "pp>=3", "tp<=2", "tp>=2", "tp=3", "vpp=1", "vpp>=2", "micro_batch<=2", "micro_batch=1", "zero=1",
     "zero=0", "dp<=2", "dp>=2", "devices<=3", "devices>=4", "sequence_parallel=0", "sequence_parallel=1",
     "cp=1", "cp=1", "cp>=2", "cp<=2", "ep=1", "ep>=2", "etp=1", "zero>=2", "dp_replicate=2", "dp_replicate>=2",
-    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "recompute_modules=mlp",
-    "recompute_modules=core_attn+mlp", "recompute_modules=moe_act+layernorm", "recompute_modules=moe", "schedule=zb-v",
+    "recompute=none", "recompute=selective", "recompute=full", "recompute=full", "schedule=zb-v",
     "schedule=interleaved-1f1b", "schedule=dualpipe-v", "cp_comm_type=allgather", "cp_comm_type=a2a",
     "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
     "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
 )  # fmt: skip
+MODULE_LIMITS = (None, None, None, "any", "any", "any", "mlp", "core_attn+mlp", "layernorm+moe_act", "moe")
 SHRINKING = (
     "vpp<=3", "cp_comm_type=p2p", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1",
     "dp_replicate=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1",
@@ -286,15 +287,11 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS) -> Instance:
         and not capacity_faults(load_rules(name), model, workload)
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
-    own = [
-        limit
-        for limit in LIMITS
-        if not (known := parse_limits([limit])).layer_faults(len(model.layers))
-        and not (
-            known.recompute_modules and module_faults(load_rules(rules), model, known.recompute_modules.split("+"))
-        )
-    ]
+    own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
+    modules = draw(st.sampled_from(MODULE_LIMITS))
+    if modules and not (modules != "any" and module_faults(load_rules(rules), model, modules.split("+"))):
+        limits.append(f"recompute_modules={modules}")
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
     def build(limits: list[str], memory_bytes: int) -> Instance:
@@ -663,7 +660,8 @@ def stage_of(chunks: tuple[int, ...], mode: str, block: int) -> Stage:
 
 def module_sets(instance: Instance) -> list[str]:
     """What selective recompute may repeat, in the order of the search."""
-    return [instance.limits.recompute_modules or "core_attn"]
+    wanted = instance.limits.recompute_modules
+    return list(searched_sets(instance)) if wanted == "any" else [wanted or "core_attn"]
 
 
 def _settings(instance: Instance, largest: int) -> list[tuple[str, int]]:
