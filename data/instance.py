@@ -11,7 +11,16 @@ from shardwise.data.cluster import Host
 from shardwise.data.faults import InputError
 from shardwise.data.limits import Limits
 from shardwise.data.profile import Profile, load_profile
-from shardwise.data.rules import MEGATRON_CORE, Rules, capacity_faults, mtp_faults, offload_faults, overlap_faults
+from shardwise.data.recompute import ANY, modules_of
+from shardwise.data.rules import (
+    MEGATRON_CORE,
+    Rules,
+    capacity_faults,
+    module_faults,
+    mtp_faults,
+    offload_faults,
+    overlap_faults,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.cluster import Accelerator, Cluster, Link
@@ -77,6 +86,8 @@ class Instance:
         faults += self._offload_faults()
         faults += overlap_faults(self.rules, self.workload)
         faults += self.limits.layer_faults(len(self.model.layers))
+        if self.limits.recompute_modules not in (None, ANY):
+            faults += module_faults(self.rules, self.model, modules_of(self.limits.recompute_modules))
         if faults:
             raise InputError(faults)
 

@@ -2,9 +2,10 @@
 
 Each limit bounds one variable of the plan. Integer variables take `=`, `<=`, `>=`, `<`, `>`; `recompute`, `schedule` and
 `cp_comm_type` take `=`, and `recompute=full` asks for every layer to be recomputed, where without it any number of layers
-may be. `stage[40]=3` or `stage[40]<=1` pins a layer to stages, both counted from 0, and `stage[10]=stage[12]` two layers,
-with those between them where a stage has one chunk, to one stage. `free_nodes>=2` keeps nodes free. Limits on one variable
-are intersected; an empty intersection is a contradiction and reported as such.
+may be. `recompute_modules=layernorm+moe_act` says what selective recompute repeats, or `any`. `stage[40]=3` or
+`stage[40]<=1` pins a layer to stages, both counted from 0, and `stage[10]=stage[12]` two layers, with those between them
+where a stage has one chunk, to one stage. `free_nodes>=2` keeps nodes free. Limits on one variable are intersected; an
+empty intersection is a contradiction and reported as such.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
 from shardwise.data.plan import CP_COMM_TYPES
+from shardwise.data.recompute import ANY, module_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +45,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "cp_comm_type": CP_COMM_TYPES,
 }
 """Variables whose value is a word."""
+OTHERS = ("recompute_modules", "memory_gb", "memory_fraction", "stage[LAYER]")
 ALIASES = {"mbs": "micro_batch", "sp": "sequence_parallel", "gpus": "devices", "micro-batch": "micro_batch"}
 MAX_VALUE = 2**31
 
@@ -65,12 +68,15 @@ class Range:
 class Limits:
     """What the user allows. `text` keeps the limits as written, for messages and reports.
 
+    recompute_modules
+        What selective recompute repeats, as `data.recompute.module_set` writes it, or `data.recompute.ANY`.
     pinned, together
         The stages that a layer may be on, and pairs of layers that are on one stage.
     """
 
     ranges: dict[str, Range] = field(default_factory=dict)
     recompute: str | None = None
+    recompute_modules: str | None = None
     schedule: str | None = None
     cp_comm_type: str | None = None
     memory_gb: float = inf
@@ -138,6 +144,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     pinned: dict[int, Range] = {}
     together: list[tuple[int, int]] = []
     named: dict[str, set[str]] = {name: set() for name in NAMED}
+    modules: set[str] = set()
     memory_gb, memory_fraction = inf, 1.0
     written = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
     for text in written:
@@ -166,6 +173,13 @@ def parse_limits(texts: Iterable[str]) -> Limits:
                 faults.append(f"limit {text!r}: {variable} takes = and one of {', '.join(NAMED[variable])}")
             else:
                 named[variable].add(value)
+        elif variable == "recompute_modules":
+            try:
+                if sign not in ("=", "=="):
+                    raise ValueError(f"recompute_modules takes =, not {sign}")
+                modules.add(ANY if value == ANY else module_set(value.split("+")))
+            except ValueError as error:
+                faults.append(f"limit {text!r}: {error}")
         elif variable == "memory_gb":
             number = _number(value)
             if sign not in ("<=", "<") or number is None or not 0 < number < MAX_VALUE:
@@ -186,7 +200,7 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             else:
                 ranges[variable] = _narrow(ranges.get(variable, Range()), sign, int(value))
         else:
-            known = ", ".join((*INTEGER_VARIABLES, *NAMED, "memory_gb", "memory_fraction", "stage[LAYER]"))
+            known = ", ".join((*INTEGER_VARIABLES, *NAMED, *OTHERS))
             faults.append(f"limit {text!r}: unknown variable {variable!r}; known are {known}")
     every = {**ranges, **{f"stage[{layer}]": allowed for layer, allowed in pinned.items()}}
     for variable, allowed in every.items():
@@ -195,14 +209,23 @@ def parse_limits(texts: Iterable[str]) -> Limits:
             faults.append(f"limits on {variable} contradict each other: {stated}")
     faults += [
         f"limits on {name} contradict each other: {', '.join(sorted(values))}"
-        for name, values in named.items()
+        for name, values in (*named.items(), ("recompute_modules", modules))
         if len(values) > 1
     ]
     if faults:
         raise InputError(faults)
     recompute, schedule, cp_comm_type = (next(iter(named[name]), None) for name in NAMED)
     return Limits(
-        ranges, recompute, schedule, cp_comm_type, memory_gb, memory_fraction, pinned, tuple(together), written
+        ranges,
+        recompute,
+        next(iter(modules), None),
+        schedule,
+        cp_comm_type,
+        memory_gb,
+        memory_fraction,
+        pinned,
+        tuple(together),
+        written,
     )
 
 

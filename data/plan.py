@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES, Layout, Schedule, chunks_faults, layout
+from shardwise.data.recompute import CORE, module_set, modules_of
 
 PLAN_VERSION = 1
 MAX_FILE_BYTES = 64_000_000
@@ -159,7 +160,9 @@ class Degrees:
 class Stage:
     """One pipeline stage: the layers of each of its `vpp` chunks, and what is recomputed.
 
-    `recompute` is "none", "selective" (the attention core, Korthikanti et al., arXiv 2205.05198, section 5) or "full".
+    `recompute` is "none", "selective" or "full". Selective recompute repeats the modules `recompute_modules` of every
+    layer that has them (`data.recompute.MODULES`), the attention core (Korthikanti et al., arXiv 2205.05198, section 5)
+    where none are named.
     With `recompute="full"` the first `recompute_layers` layers of every chunk are recomputed (Megatron's block method,
     core/transformer/transformer_block.py); a chunk with fewer layers is recomputed whole.
     """
@@ -167,9 +170,17 @@ class Stage:
     chunks: tuple[int, ...]
     recompute: Recompute = "none"
     recompute_layers: int = 0
+    recompute_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
+        try:
+            named = self.recompute_modules or ((CORE,) if self.recompute == "selective" else ())
+            object.__setattr__(self, "recompute_modules", modules_of(module_set(named)) if named else ())
+        except (ValueError, TypeError) as error:
+            faults.append(f"stage: {error}")
+        if self.recompute_modules and self.recompute != "selective":
+            faults.append(f"stage.recompute_modules={self.recompute_modules} needs recompute=selective")
         if not self.chunks or not all(_is_count(n, 0) for n in self.chunks):
             faults.append(f"stage.chunks={self.chunks} must be one layer count, not negative, per chunk")
         if self.recompute not in ("none", "selective", "full"):
@@ -185,6 +196,24 @@ class Stage:
     def layers(self) -> int:
         """Of all chunks together."""
         return sum(self.chunks)
+
+    @property
+    def mode(self) -> str:
+        """ "none", "full" or the set of modules."""
+        return "+".join(self.recompute_modules) or self.recompute
+
+    @property
+    def recompute_words(self) -> str:
+        """As reports put it: "none", "full 3", "selective" of the attention core, or "selective layernorm+moe_act"."""
+        detail = self.recompute_layers or ("" if self.mode == CORE else "+".join(self.recompute_modules))
+        return f"{self.recompute} {detail}".strip()
+
+
+def stage_in(chunks: tuple[int, ...], mode: str, block: int = 0) -> Stage:
+    """A stage in a mode of `Stage.mode`."""
+    if mode in ("none", "full"):
+        return Stage(chunks, mode, block)  # type: ignore[arg-type]
+    return Stage(chunks, "selective", 0, modules_of(mode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +348,11 @@ class Plan:
                     ],
                     "recompute": stage.recompute,
                     "recompute_layers": stage.recompute_layers,
+                    **(
+                        {}
+                        if stage.mode in ("none", CORE, "full")
+                        else {"recompute_modules": list(stage.recompute_modules)}
+                    ),
                 }
                 for k, stage in enumerate(self.stages)
             ],
@@ -403,7 +437,8 @@ def _read_stages(entry: Any, faults: list[str]) -> tuple[Stage, ...] | None:
     for index, stage in enumerate(entry):
         try:
             chunks = tuple(chunk["layers"] for chunk in stage["chunks"])
-            stages.append(Stage(chunks, stage.get("recompute", "none"), stage.get("recompute_layers", 0)))
+            modules = tuple(stage.get("recompute_modules", ()))
+            stages.append(Stage(chunks, stage.get("recompute", "none"), stage.get("recompute_layers", 0), modules))
         except (KeyError, TypeError, AttributeError):
             faults.append(f"plan.stages[{index}] needs chunks, each with layers")
         except ValueError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Model, Moe
 from shardwise.data.pipeline import micro_batch_faults
+from shardwise.data.recompute import CORE, MODULES, has_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,6 +73,8 @@ class Rules:
         1), in "stages" 1 to 3, of which only 3 divides it, or in none.
     strict_dualpipe
         DualPipe-V takes neither tied embeddings nor context parallelism nor fewer layers than chunks.
+    recompute_modules
+        What selective recompute can repeat.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Rules:
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
     offload: Literal["none", "any", "distributed", "stages"] = "none"
+    recompute_modules: tuple[str, ...] = (CORE,)
 
 
 MEGATRON_CORE = Rules(
@@ -121,6 +125,7 @@ MEGATRON_CORE = Rules(
     mtp=True,
     capacity="any",
     offload="distributed",
+    recompute_modules=MODULES,
 )
 TORCHTITAN = Rules(
     name="torchtitan",
@@ -207,6 +212,7 @@ FREE = Rules(
     capacity="any",
     offload="any",
     tp_overlap=True,
+    recompute_modules=MODULES,
 )
 PACKS = {pack.name: pack for pack in (MEGATRON_CORE, TORCHTITAN, DEEPSPEED, ACCELERATE, MINDSPEED, FREE)}
 FREE_CHUNKS = "+free-chunks"
@@ -402,8 +408,22 @@ def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
     """Rules on stages: every layer once, empty chunks only at the ends, even interleaving, uniform recompute."""
     even = plan.degrees.vpp > 1 and rules.even_chunks
     faults = list(_split_faults(plan.chunk_layers, len(model.layers), even=even))
-    if rules.uniform_recompute and len({(stage.recompute, stage.recompute_layers) for stage in plan.stages}) > 1:
+    if rules.uniform_recompute and len({(stage.mode, stage.recompute_layers) for stage in plan.stages}) > 1:
         faults.append(f"{rules.name} takes one recompute setting for all stages")
+    named = {module for stage in plan.stages for module in stage.recompute_modules}
+    return faults + module_faults(rules, model, named) if named else faults
+
+
+def module_faults(rules: Rules, model: Model, modules: Iterable[str]) -> list[str]:
+    """Modules that selective recompute is to repeat: the pack can, and some layer has each (transformer_config.py, the
+    checks of `recompute_modules`)."""
+    faults = []
+    for module in sorted(modules):
+        if module not in rules.recompute_modules:
+            known = ", ".join(rules.recompute_modules)
+            faults.append(f"recompute_modules={module}: {rules.name} repeats no more than {known}")
+        elif module != CORE and not any(has_module(kind, module) for kind in model.kinds):
+            faults.append(f"recompute_modules={module}: no layer of {model.name} has it")
     return faults
 
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.faults import InputError
+from shardwise.data.recompute import MODULES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,6 +96,13 @@ def recompute_of(text: str) -> tuple[str, float]:
     if text.startswith("selective"):
         return "selective", 1.0
     return "none", 1.0
+
+
+def recompute_modules_of(text: str) -> tuple[str, ...]:
+    """The modules of "selective(layernorm+moe_act)"; none where it names others, or none."""
+    words = re.fullmatch(r"selective\(([a-z_+]+)\)", text.lower().strip())
+    modules = tuple(words[1].split("+")) if words else ()
+    return modules if set(modules) <= set(MODULES) else ()
 
 
 def precision_of(text: str, assumed: list[str]) -> Any:

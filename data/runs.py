@@ -27,6 +27,7 @@ from shardwise.data.run_words import (
     lora_of,
     precision_of,
     profile_of,
+    recompute_modules_of,
     recompute_of,
     zero_of,
 )
@@ -71,6 +72,7 @@ class Run:
     schedule: str = ""
     recompute: str = "none"
     recompute_share: float = 1.0
+    recompute_modules: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
     @property
@@ -206,6 +208,7 @@ def _modelled(run: Run) -> Run:
         schedule=schedule,
         recompute=recompute,
         recompute_share=share,
+        recompute_modules=recompute_modules_of(row.get("recompute", "")),
         assumed=(*guessed, *assumed),
     )
 

@@ -22,7 +22,7 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
 (B6) recompute, interleaving, p > 2, one setting for all stages: stage 1 holds at least the mean of the middle stages, l >=
      (L - 2 n) / (p - 2) layers, and in-flight passes and layers both fall from chunk to chunk, so it keeps at least
      l / v times its passes in flight. Where that does not fit, every plan repeats one layer of every middle chunk, and
-     the mean of (B3) grows by  m t_full (p v - 2) / p.
+     the mean of (B3) grows by  m t_full (p v - 2) / p.  For what layers keep see (B10).
 (B7) quick: with m / p = B / (b dp p), b the micro-batch, the mean of (B3) gives  T >= overhead + B / (dp p) min W / b  for
      all micro-batches of one shape at once.
 (B8) recompute, any schedule: stage k has f_k micro-batches in flight on each of its layers at one moment, and so holds at
@@ -34,6 +34,11 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
      layers stage k holds at most h_k + b g_k layers, h_k = spare / (s + f_k a), g_k = f_k (a - a_full) / (s + f_k a), so b is
      at least the first whole number for which the whole layers of all stages are L. A stage of l layers repeats min(b, l)
      >= l min(1, b / l_max), in all L min(1, b / l_max), l_max the most that a stage holds by memory and by n.
+(B10) modes: with one setting for all stages a plan repeats nothing where (B6) and (B8) with what layers keep then leave room
+     for that; or one set of modules of every layer where they do with what layers keep under that set, and W grows by what
+     that takes; or it repeats in full at least one layer of each of p v - 2 chunks, and what (B8) and (B9) say with what
+     layers keep when nothing is repeated. W grows by the least of these. With a setting per stage a in (B8) is the least
+     of no recompute and of all sets.
 
 Each is proven from the simple paths (T6) alone and property-tested against exhaustive minima.
 """
@@ -164,11 +169,16 @@ class BestCase:
             self.works[sharding] = float(layers + times.embedding.both_s + times.head.both_s)
         return self.works[sharding]
 
+    def set_s(self, sharding: Sharding, modules: str) -> float:
+        """What repeating a set of modules of every layer takes, every collective in the fastest place of its group."""
+        again = self.tables.selective_s(sharding, self.groups(sharding), (modules,))
+        return float(sum(n * own for n, own in zip(self.tables.kind_counts.tolist(), again, strict=False)))
+
     def kept_bytes(self, sharding: Sharding) -> float:
         """(B1) Fully recomputed activations of one micro-batch, those of the head with them, remembered."""
         key = replace(sharding, ep=min(sharding.ep, 2))
         if key not in self.kept:
-            per_kind = [min(a.full, a.none) for a in self.tables.activations(key)]
+            per_kind = [min(a.full, a.none) for a in self.tables.activations(key)]  # no set of modules keeps less
             head = head_activations_bytes(self.tables.instance, key)
             self.kept[key] = float(np.dot(self.tables.kind_counts, per_kind) + head)
         return self.kept[key]
@@ -349,19 +359,38 @@ def _repeated(best: BestCase, grid: Grid, most: Floats) -> Floats:
     tables, shape = best.tables, grid.shape
     sizes, at_size = grid.sizes
     groups, at_group = grid.groups
-    least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=bool((grid.pp > 1).all()))
+    pipelined = bool((grid.pp > 1).all())
+    least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=pipelined).rows(at_group, at_size)
     repeat = np.array([min(time.full_s for time in best.times(shape.sharding(int(size))).kinds) for size in sizes])
-    layers = repeated_layers(tables, shape.schedule, grid, least.rows(at_group, at_size), most)
-    return np.asarray(np.maximum(layers, _repeated_chunks(best, grid, most)) * repeat[at_size])
+    room = LayerRoom(tables, shape.schedule, grid)
+    if not tables.instance.rules.uniform_recompute:
+        return np.asarray(room.beyond(least.states, least.kept.min(axis=0), slice(None)) * repeat[at_size])
+    middle = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True).rows(at_group, at_size)
+    held = _middle_layers(tables, shape.schedule, grid, most)
+
+    def short(mode: int, rows: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.bool_]:
+        """Which rows have no room for a plan in a mode, of none and the sets."""
+        over = held[rows] * (middle.states[rows] + room.middle[rows] * middle.kept[mode, rows]) > room.spare
+        return np.asarray(over | (room.beyond(least.states[rows], least.kept[mode, rows], rows) > 0))
+
+    out, left = np.zeros(len(grid)), np.nonzero(short(0, slice(None)))[0]
+    if not len(left):
+        return out
+    out[left] = _repeated_in_full(room, grid, least, most, left) * repeat[at_size][left]
+    for index, own in enumerate(tables.sets):
+        chosen = left[~short(index + 1, left)]
+        if len(chosen):
+            seconds = np.array([best.set_s(shape.sharding(int(size)), own) for size in sizes])[at_size]
+            out[chosen] = np.minimum(out[chosen], seconds[chosen])
+    return out
 
 
 @dataclass(frozen=True, eq=False)
 class LeastLayer:
     """Bytes of a layer, the least of all kinds: its states by number of replicas, and by size of micro-batch what it keeps
-    when nothing is repeated, under the leaner of no and selective recompute, and in full recompute."""
+    when nothing is repeated and under each set of modules, (1 + sets, sizes), and in full recompute."""
 
     states: Floats
-    plain: Floats
     kept: Floats
     full: Floats
 
@@ -375,32 +404,48 @@ class LeastLayer:
         every = [tables.activations(shape.sharding(size)) for size in sizes]
         return LeastLayer(
             np.array(states),
-            np.array([min(a.none for a in kinds) for kinds in every]),
-            np.array([min(min(a.none, a.selective) for a in kinds) for kinds in every]),
+            np.array([[min(a.kept(mode) for a in kinds) for kinds in every] for mode in ("none", *tables.sets)]),
             np.array([min(a.full for a in kinds) for kinds in every]),
         )
 
     def rows(self, groups: Column, sizes: Column) -> LeastLayer:
         """One entry a row."""
-        return LeastLayer(self.states[groups], self.plain[sizes], self.kept[sizes], self.full[sizes])
+        return LeastLayer(self.states[groups], self.kept[:, sizes], self.full[sizes])
 
 
-def repeated_layers(tables: CostTables, schedule: str, grid: Grid, least: LeastLayer, most: Floats) -> Floats:
-    """(B8), (B9) Layers that no plan of a row avoids to repeat; `most` is n."""
-    spare = tables.capacity_mib * MIB - tables.instance.profile.memory_reserve_bytes
-    layers, rules = len(tables.instance.model.layers), tables.instance.rules
-    if spare <= 0:
-        return np.zeros(len(grid))
-    flying = _in_flight(grid, even=rules.even_chunks and schedule == "interleaved-1f1b")
-    there = flying > 0
-    room = there * spare / (least.states[:, None] + flying * least.kept[:, None])
-    beyond = np.maximum(layers - _whole(room).sum(axis=1), 0.0)
-    slope = 1 + least.states / np.maximum(flying.max(axis=1) * least.kept, 1e-9)
-    out = np.maximum(beyond, np.maximum(layers - room.sum(axis=1), 0.0) * slope)
-    chosen = np.nonzero((grid.vpp == 1) & (beyond > 0) & rules.uniform_recompute)[0]
-    if len(chosen):
-        common = _common_block(least.rows(chosen, chosen), flying[chosen], spare, layers, np.maximum(most[chosen], 1.0))
-        out[chosen] = np.maximum(out[chosen], common)
+class LayerRoom:
+    """(B8) of the rows of a grid: the bytes that layers have, and the micro-batches in flight on each."""
+
+    def __init__(self, tables: CostTables, schedule: str, grid: Grid) -> None:
+        self.spare = tables.capacity_mib * MIB - tables.instance.profile.memory_reserve_bytes
+        self.layers, rules = len(tables.instance.model.layers), tables.instance.rules
+        self.flying = _in_flight(grid, even=rules.even_chunks and schedule == "interleaved-1f1b")
+        passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
+        self.middle = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
+        """(B6) On each layer of stage 1."""
+
+    def beyond(self, states: Floats, kept: Floats, rows: npt.NDArray[np.intp] | slice) -> Floats:
+        """Layers for which there is no room in a mode that keeps `kept` of each, as (B8) counts them."""
+        flying = self.flying[rows]
+        if self.spare <= 0:
+            return np.zeros(len(states))
+        room = (flying > 0) * self.spare / (states[:, None] + flying * kept[:, None])
+        whole = np.maximum(self.layers - _whole(room).sum(axis=1), 0.0)
+        slope = 1 + states / np.maximum(flying.max(axis=1) * kept, 1e-9)
+        return np.asarray(np.maximum(whole, np.maximum(self.layers - room.sum(axis=1), 0.0) * slope))
+
+
+def _repeated_in_full(
+    room: LayerRoom, grid: Grid, least: LeastLayer, most: Floats, rows: npt.NDArray[np.intp]
+) -> Floats:
+    """(B8)-(B10) Layers that no plan with full recompute avoids to repeat, of some rows; `most` is n."""
+    out = np.maximum(room.beyond(least.states[rows], least.kept[0, rows], rows), (grid.pp * grid.vpp)[rows] - 2.0)
+    alone = np.nonzero((grid.vpp[rows] == 1) & (room.spare > 0))[0]
+    if len(alone):
+        chosen = rows[alone]
+        own = least.rows(chosen, chosen)
+        common = _common_block(own, room.flying[chosen], room.spare, room.layers, np.maximum(most[chosen], 1.0))
+        out[alone] = np.maximum(out[alone], common)
     return np.asarray(out)
 
 
@@ -418,9 +463,9 @@ def _in_flight(grid: Grid, *, even: bool) -> Floats:
 
 def _common_block(least: LeastLayer, flying: Floats, spare: float, layers: int, most: Floats) -> Floats:
     """(B9) Layers that all stages together repeat."""
-    need = least.states[:, None] + flying * least.plain[:, None]
+    need = least.states[:, None] + flying * least.kept[0][:, None]
     held = (flying > 0) * spare / need
-    gained = flying * np.maximum(least.plain - least.full, 0.0)[:, None] / need
+    gained = flying * np.maximum(least.kept[0] - least.full, 0.0)[:, None] / need
     block = np.maximum(layers - held.sum(axis=1), 0.0) / np.maximum(gained.sum(axis=1), 1e-9)
     block = np.maximum(np.ceil(block - 1e-6), 1.0)
     for _ in range(BLOCKS_TRIED):
@@ -437,23 +482,12 @@ def _whole(layers: Floats) -> Floats:
     return np.asarray(np.floor(layers + 1e-6))
 
 
-def _repeated_chunks(best: BestCase, grid: Grid, most: Floats) -> Floats:
-    """(B6) Layers that are repeated in the middle chunks."""
-    tables, instance, shape = best.tables, best.tables.instance, grid.shape
-    rules = instance.rules
-    if not (rules.uniform_recompute and rules.even_chunks) or shape.schedule != "interleaved-1f1b":
+def _middle_layers(tables: CostTables, schedule: str, grid: Grid, most: Floats) -> Floats:
+    """(B6) Layers that stage 1 holds at least; 0 where it says nothing."""
+    if not tables.instance.rules.even_chunks or schedule != "interleaved-1f1b":
         return np.zeros(len(grid))
-    middle = np.maximum(grid.pp - 2, 1)
-    held = np.ceil(np.maximum(len(instance.model.layers) - 2 * most, 0) / middle)
-    passes = 2 * (grid.pp - 2) + (grid.vpp - 1) * grid.pp + 1
-    flying = np.minimum(passes, grid.micro_batches * grid.vpp) / grid.vpp
-    spare = tables.capacity_mib * MIB - instance.profile.memory_reserve_bytes
-    groups, at_group = grid.groups
-    sizes, at_size = grid.sizes
-    least = LeastLayer.of(tables, shape, groups.tolist(), sizes.tolist(), pipelined=True).rows(at_group, at_size)
-    over = held * (least.states + flying * least.kept) > spare
-    chosen = over & (grid.vpp > 1) & (grid.pp > 2)
-    return np.asarray(np.where(chosen, grid.pp * grid.vpp - 2.0, 0.0))
+    held = np.ceil(np.maximum(len(tables.instance.model.layers) - 2 * most, 0) / np.maximum(grid.pp - 2, 1))
+    return np.asarray(np.where((grid.vpp > 1) & (grid.pp > 2), held, 0.0))
 
 
 def _tails(best: BestCase, grid: Grid, work: Floats) -> Floats:

@@ -5,12 +5,16 @@
      down to a multiple of the instance's time unit; nothing is rounded after that, so a path that is the sum of n
      rounded terms is at most as long as the same path in seconds, and less than n units shorter.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
+(F3) Sets of modules: with the modules of the pack that drop something, sorted by the time that each adds for a byte that it
+     drops on one device with one sequence, the first, the first two, ... all of them, and the attention core alone. A module
+     that holds others takes their place.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import floor, prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, SPLIT
+from shardwise.data.recompute import ANY, CORE, MODULES, WITHIN, module_set, modules_of
 from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
     Groups,
+    LayerTerms,
     Sharding,
     ShardTerms,
     compute_terms,
+    module_terms,
     shard_terms,
     sharding_of,
 )
-from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, weight_gradient_s
+from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, modules_time_s, weight_gradient_s
 from shardwise.formulations.memory import (
     MIB,
     ActivationBytes,
@@ -61,6 +68,8 @@ from shardwise.formulations.step_time import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwise.data.instance import Instance
     from shardwise.data.plan import Degrees, Placement
     from shardwise.data.profile import Profile
@@ -79,7 +88,7 @@ class TimeCoefficients:
     forward, backward, weight
         One micro-batch's passes without recompute; `weight` is the part of `backward` that the schedule splits off.
     selective, full
-        What recompute adds to the backward pass.
+        What recompute adds to the backward pass; `selective` has the units of each set of modules one after the other.
     tail_floor, tail_overlap
         (T4) exposed sync plus optimizer: at the floor, and less what one micro-batch hides.
     sends, lags
@@ -97,6 +106,11 @@ class TimeCoefficients:
     lags: Numbers
     tied: float
     overhead: float
+
+    def of_set(self, index: int) -> Numbers:
+        """What the set of modules with that index adds, by unit."""
+        units = len(self.full)
+        return self.selective[index * units : (index + 1) * units]
 
     def in_units(self, unit_s: float) -> TimeCoefficients:
         """Every coefficient as a whole number of `unit_s`, rounded down; both parts of a backward pass on their own."""
@@ -124,14 +138,22 @@ class MemoryCoefficients:
     embedding: int
     head: int
     fixed: int
-    working: int
     capacity: int
     host: tuple[int, ...] = ()
     host_capacity: int = 0
 
     def kept(self, kind: int, in_flight: int, mode: str) -> int:
         """MiB that `in_flight` micro-batches keep for one layer of `kind` under a recompute mode."""
-        return mib_up(in_flight * getattr(self.activations[kind], mode))
+        return mib_up(in_flight * self.activations[kind].kept(mode))
+
+    def needed(self, mode: str) -> int:
+        """MiB that a stage needs while one of its layers is repeated, whatever its kind."""
+        return max(mib_up(kept.needed(mode)) for kept in self.activations)
+
+    @cached_property
+    def working(self) -> int:
+        """`needed` of full recompute."""
+        return self.needed("full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +172,16 @@ class ShardTimes:
 
 
 class CostTables:
-    """The coefficients of one instance's candidates, remembered by what each part depends on."""
+    """The coefficients of one instance's candidates, remembered by what each part depends on.
 
-    def __init__(self, instance: Instance) -> None:
+    `sets` are the sets of modules that plans of the search may repeat.
+    """
+
+    def __init__(self, instance: Instance, sets: tuple[str, ...] = ()) -> None:
         self.instance = instance
+        self.sets = sets or searched_sets(instance)
+        self._selective: dict[tuple[Sharding, Groups, tuple[str, ...]], tuple[float, ...]] = {}
+        self._modules: dict[tuple[Sharding, Groups, str], tuple[LayerTerms, ...]] = {}
         self._coefficients: dict[tuple[object, ...], TimeCoefficients] = {}
         self._compute: dict[Sharding, ShardTerms] = {}
         self._terms: dict[tuple[Sharding, Groups], ShardTerms] = {}
@@ -183,6 +211,40 @@ class CostTables:
         if key not in self._times:
             self._times[key] = ShardTimes.of(self.terms(sharding, groups), self.instance.profile, sharding.tp)
         return self._times[key]
+
+    def module_terms(self, sharding: Sharding, groups: Groups, modules: str) -> tuple[LayerTerms, ...]:
+        """What each layer kind repeats of a set of modules beside its attention core, remembered."""
+        key = (sharding, groups, modules)
+        if key not in self._modules:
+            self._modules[key] = tuple(
+                sum(
+                    (module_terms(self.instance, kind, sharding, groups, m) for m in modules_of(modules) if m != CORE),
+                    LayerTerms(),
+                )
+                for kind in self.instance.model.kinds
+            )
+        return self._modules[key]
+
+    def selective_s(self, sharding: Sharding, groups: Groups, sets: tuple[str, ...]) -> tuple[float, ...]:
+        """Seconds that repeating each set adds, by unit, without stragglers, remembered."""
+        key = (sharding, groups, sets)
+        if key not in self._selective:
+            profile, kinds = self.instance.profile, self.times(sharding, groups).kinds
+            out: list[float] = []
+            for own in sets:
+                core = [time.selective_s if CORE in modules_of(own) else 0.0 for time in kinds]
+                if own != CORE:
+                    terms = self.module_terms(sharding, groups, own)
+                    more = [modules_time_s(again, profile, sharding.tp) for again in terms]
+                    core = [a + b for a, b in zip(core, more, strict=True)]
+                out += [*core, 0.0, 0.0]
+            self._selective[key] = tuple(out)
+        return self._selective[key]
+
+    def sets_with(self, modes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the search, or where `modes` name others, the sets among them."""
+        named = tuple(sorted(set(modes) - {"none", "full"}))
+        return self.sets if set(named) <= set(self.sets) else named
 
     def sync_rates(
         self,
@@ -219,18 +281,23 @@ class CostTables:
             )
         return self._activations[key]
 
-    def time(self, degrees: Degrees, placement: Placement, schedule: str = "") -> TimeCoefficients:
-        """(F1) in seconds, remembered: one object for all that `vpp` and the schedule do not tell apart."""
-        schedule = schedule or degrees.schedule
+    def time(
+        self, degrees: Degrees, placement: Placement, schedule: str = "", sets: tuple[str, ...] = ()
+    ) -> TimeCoefficients:
+        """(F1) in seconds, remembered: one object for all that `vpp` and the schedule do not tell apart. Without `sets`
+        those of the search."""
+        schedule, sets = schedule or degrees.schedule, sets or self.sets
         alike = degrees if degrees.vpp <= 2 else replace(degrees, vpp=2)
-        key = (alike, placement, schedule in SPLIT, schedule in FOLDED, schedule == "dualpipe")
+        key = (alike, placement, schedule in SPLIT, schedule in FOLDED, schedule == "dualpipe", sets)
         if key not in self._coefficients:
             if len(self._coefficients) >= REMEMBERED:
                 self._coefficients.clear()
-            self._coefficients[key] = self._time_coefficients(degrees, placement, schedule)
+            self._coefficients[key] = self._time_coefficients(degrees, placement, schedule, sets)
         return self._coefficients[key]
 
-    def _time_coefficients(self, degrees: Degrees, placement: Placement, schedule: str) -> TimeCoefficients:
+    def _time_coefficients(
+        self, degrees: Degrees, placement: Placement, schedule: str, sets: tuple[str, ...]
+    ) -> TimeCoefficients:
         instance = self.instance
         profile = instance.profile
         sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
@@ -255,7 +322,7 @@ class CostTables:
                 min(own, time.backward_s) if schedule in SPLIT else 0.0
                 for own, time in zip(weights, units, strict=True)
             ),
-            selective=tuple(time.selective_s for time in units),
+            selective=tuple(again * scale for again in self.selective_s(sharding, groups, sets)),
             full=tuple(time.full_s for time in units),
             tail_floor=tuple(floor for floor, _ in tails),
             tail_overlap=tuple(overlap for _, overlap in tails),
@@ -331,7 +398,6 @@ class CostTables:
             fixed=mib_up(instance.profile.memory_reserve_bytes)
             + mib_up(transfer_buffer_bytes(instance, degrees))
             + mib_up(gather_buffer_bytes(instance, kinds, degrees)),
-            working=max(mib_up(kept.working) for kept in activations),
             capacity=self.capacity_mib,
             host=tuple(mib_up(own.host) for own in held),
             host_capacity=self.host_capacity_mib if degrees.offload_optimizer else 0,
@@ -359,6 +425,30 @@ class CostTables:
     def host_capacity_mib(self) -> int:
         """(U2) What a device may take of its host's memory, down to whole MiB."""
         return int(host_capacity_bytes(self.instance)) // MIB
+
+
+@lru_cache(maxsize=64)
+def searched_sets(instance: Instance) -> tuple[str, ...]:
+    """(F3) The sets of modules that selective recompute may repeat in a plan of the search."""
+    wanted = instance.limits.recompute_modules
+    if wanted != ANY:
+        return (wanted or CORE,)
+    counts = Counter(instance.model.kind_indices)
+    alone, groups = Sharding(1, 1, False), Groups(((),))
+    tables = CostTables(instance, (CORE,))
+    activations, found = tables.activations(alone), []
+    for module in instance.rules.recompute_modules:
+        index = MODULES.index(module)
+        dropped = sum(n * activations[kind].dropped[index] for kind, n in counts.items())
+        again = tables.selective_s(alone, groups, (module,))
+        if dropped > 0:
+            found.append((sum(n * again[kind] for kind, n in counts.items()) / dropped, index, module))
+    sets, taken = [CORE], set[str]()
+    for _, _, module in sorted(found):
+        if not any(module in inner for outer, inner in WITHIN.items() if outer in taken):
+            taken = taken - set(WITHIN.get(module, ())) | {module}
+            sets.append(module_set(taken))
+    return tuple(dict.fromkeys(sets))
 
 
 def groups_of(instance: Instance, degrees: Degrees, placement: Placement) -> Groups:

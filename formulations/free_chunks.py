@@ -37,7 +37,6 @@ from shardwise.formulations.splits import Split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardwise.data.plan import Recompute
     from shardwise.formulations.candidates import Candidate
     from shardwise.formulations.coefficients import TimeCoefficients
     from shardwise.formulations.splits import SplitSearch
@@ -84,7 +83,7 @@ class FreeChunks:
 
     def __init__(self, splits: SplitSearch, candidate: Candidate, time: TimeCoefficients, limit: int) -> None:
         self.splits, self.candidate, self.limit = splits, candidate, limit
-        self.given, self.time = time, _repeated(time, splits.instance.limits.recompute)
+        self.given, self.time = time, _repeated(time, splits)
         d, self.layers = candidate.degrees, splits.layers
         self.p, self.v, self.m, self.chunks = d.pp, d.vpp, candidate.micro_batches, d.virtual_stages
         self.sums = np.stack([splits.prefix(getattr(self.time, name)) for name in TERMS])
@@ -183,7 +182,7 @@ class FreeChunks:
 
     def steps(self, cuts: Ints) -> Ints:
         """(P4) The steps of splits without recompute, one row of cuts each."""
-        plain: tuple[tuple[Recompute, int], ...] = (("none", 0),) * self.p
+        plain: tuple[tuple[str, int], ...] = (("none", 0),) * self.p
         out = [np.zeros(0, np.int64)]
         for first in range(0, len(cuts), BATCH):
             batch = [Split(0, tuple(row), plain) for row in cuts[first : first + BATCH].tolist()]
@@ -228,11 +227,14 @@ class FreeChunks:
         return None, below
 
 
-def _repeated(time: TimeCoefficients, wanted: str | None) -> TimeCoefficients:
-    """With the recompute that a limit asks of every layer."""
+def _repeated(time: TimeCoefficients, splits: SplitSearch) -> TimeCoefficients:
+    """With the recompute that a limit asks of every layer, of the sets of modules the least for each."""
+    wanted = splits.instance.limits.recompute
     if wanted not in ("selective", "full"):
         return time
-    again = [*getattr(time, wanted)[:-2], 0, 0]
+    sets = range(len(splits.tables.sets)) if wanted == "selective" else ()
+    each = [min(own) for own in zip(*map(time.of_set, sets), strict=True)] if sets else list(time.full)
+    again = [*each[:-2], 0, 0]
     return replace(time, backward=tuple(b + more for b, more in zip(time.backward, again, strict=True)))
 
 

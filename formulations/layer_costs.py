@@ -65,6 +65,10 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      backward pass beside their data gradients. Products of latent attention ahead of its heads, routed experts, the
      embedding and the head have none. C and G are those of the profile (J1). In a profile that was fitted to runs with
      overlap its `tp_comm_exposed` says what shows, and without overlap all of it does.
+(L16) what a module of selective recompute repeats is its forward pass: norms that are separate by (L4); the projections
+     of latent attention from its low ranks, and rotary; the activation between the matrices of experts; the MLP with its
+     norm, the shared experts or all experts, each with the collectives of (L5) and (L7). A gather of tokens ahead of the
+     queries' projection is not counted.
 """
 
 from __future__ import annotations
@@ -78,6 +82,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.data.adapters import adapts
 from shardwise.data.cluster import Link
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe
+from shardwise.data.recompute import has_module
 from shardwise.data.workload import FROZEN_BYTES
 from shardwise.formulations.collectives import fastest_time_s, split_spans
 from shardwise.formulations.kernels import (
@@ -286,6 +291,39 @@ def _communication(instance: Instance, kind: LayerKind, sharding: Sharding, grou
     if sharding.spread and isinstance(kind.ffn, Moe):
         total += _expert_exchange(instance, kind.ffn, sharding, groups)
     return total
+
+
+def module_terms(instance: Instance, kind: LayerKind, sharding: Sharding, groups: Groups, module: str) -> LayerTerms:
+    """(L16) The forward pass of a module other than the attention core; nothing where the layer has none."""
+    if not has_module(kind, module):
+        return LayerTerms()
+    tokens, hidden = _tokens(instance, sharding), instance.model.hidden
+    local_tokens = tokens / sharding.tp if sharding.sequence_parallel else tokens
+    fused = instance.workload.fused_norm
+    norm = _traffic(instance, NORM_VALUES[fused] * local_tokens * hidden) + LayerTerms(launches=NORM_LAUNCHES[fused])
+    mixer, ffn = kind.mixer, kind.ffn
+    if module == "layernorm":
+        latent = isinstance(mixer, Attention) and mixer.latent is not None
+        return norm + norm if latent and isinstance(ffn, Moe) else norm
+    if module == "mla_up_proj":
+        assert isinstance(mixer, Attention)
+        return _latent_up(instance, mixer, sharding, tokens)
+    once, turns = _tensor_parallel_time_s(instance, unspread(sharding), groups.tp), _collectives(sharding)
+    output = LayerTerms(tensor_forward=once, launches=turns, collectives=turns)
+    if isinstance(ffn, Mlp):
+        return (
+            _mlp(instance, ffn.intermediate, ffn.gated, unspread(sharding)) + output + (norm if fused else LayerTerms())
+        )
+    assert isinstance(ffn, Moe)
+    if module == "shared_experts":
+        return _mlp(instance, ffn.shared_intermediate, ffn.gated, unspread(sharding)) + output
+    if module == "moe_act":
+        routed, width = _routed_tokens(instance, ffn, sharding, tokens)
+        return _traffic(instance, (3 if ffn.gated else 2) * routed * width) + LayerTerms(launches=1)
+    total = _moe(instance, ffn, sharding)
+    if sharding.spread:
+        total += _expert_exchange(instance, ffn, sharding, groups)
+    return total + output if not sharding.spread or ffn.shared_intermediate else total
 
 
 def compute_terms(instance: Instance, sharding: Sharding) -> ShardTerms:
@@ -608,19 +646,15 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
     if part.latent is None:
         kv_widths = kv_heads * part.head_dim, kv_heads * part.v_head_dim
         total = _linear(instance, tokens, (q_width, *kv_widths), hidden, "mixer")
-        rotary = q_width + kv_heads * part.head_dim
+        total += _traffic(instance, 2 * tokens * (q_width + kv_heads * part.head_dim))
     else:
         latent = part.latent
         kv_heads = heads
-        kv_width = heads * (latent.qk_nope_dim + part.v_head_dim)
         total = _linear(instance, tokens, (latent.kv_rank + latent.qk_rope_dim,), hidden, "mixer")
-        total += _linear(instance, tokens, (kv_width,), latent.kv_rank, "mixer")
         if latent.q_rank:
             total += _linear(instance, tokens, (latent.q_rank,), hidden, "mixer")
-        total += _linear(instance, tokens, (q_width,), latent.q_rank or hidden, "mixer")
-        rotary = 2 * q_width
+        total += _latent_up(instance, part, sharding, tokens)
     total += _linear(instance, tokens, (hidden,), out_width, "mixer")
-    total += _traffic(instance, 2 * tokens * rotary)
     kernel = softmax_kernel(instance, sharding, heads)
     core = [
         attention_time_s(
@@ -639,8 +673,21 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
         )
         for direction in ("forward", "backward")
     ]
-    launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel] + (LATENT_LAUNCHES if part.latent else 0)
+    launches = MIXER_LAUNCHES + ATTENTION_LAUNCHES[kernel]
     return total + LayerTerms(core_forward=core[0], core_backward=core[1], launches=launches)
+
+
+def _latent_up(instance: Instance, part: Attention, sharding: Sharding, tokens: float) -> LayerTerms:
+    """(L1) The projections of latent attention from its low ranks to heads, and rotary."""
+    latent, heads = part.latent, max(part.heads // sharding.tp, 1)
+    assert latent is not None
+    q_width, kv_width = heads * part.head_dim, heads * (latent.qk_nope_dim + part.v_head_dim)
+    return (
+        _linear(instance, tokens, (kv_width,), latent.kv_rank, "mixer")
+        + _linear(instance, tokens, (q_width,), latent.q_rank or instance.model.hidden, "mixer")
+        + _traffic(instance, 4 * tokens * q_width)
+        + LayerTerms(launches=LATENT_LAUNCHES)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -699,16 +746,8 @@ def _mlp(instance: Instance, intermediate: int, gated: bool, sharding: Sharding)
 def _moe(instance: Instance, part: Moe, sharding: Sharding) -> LayerTerms:
     """(L1), (L4): router, permutation, the experts of the busiest rank, shared expert."""
     tokens = _tokens(instance, sharding)
-    ways = sharding.etp if sharding.spread else sharding.tp
-    hidden, width = instance.model.hidden, max(part.intermediate // ways, 1)
-    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
-    routed = (
-        tokens
-        / share
-        * part.top_k
-        * (sharding.etp if sharding.spread else 1)
-        * busiest(instance.workload, part, sharding)
-    )
+    hidden, share = instance.model.hidden, sharding.tp if sharding.sequence_parallel and sharding.spread else 1
+    routed, width = _routed_tokens(instance, part, sharding, tokens)
     experts = max(part.experts // sharding.ep, 1)
     inputs = 2 if part.gated else 1
     router = _frozen_matrix if instance.workload.frozen else _matrix
@@ -720,6 +759,14 @@ def _moe(instance: Instance, part: Moe, sharding: Sharding) -> LayerTerms:
     if part.shared_intermediate:
         total += _mlp(instance, part.shared_intermediate, part.gated, unspread(sharding))
     return total
+
+
+def _routed_tokens(instance: Instance, part: Moe, sharding: Sharding, tokens: float) -> tuple[float, int]:
+    """Copies of tokens that the experts of the busiest device see, and the width of each expert there."""
+    ways, copies = (sharding.etp, sharding.etp) if sharding.spread else (sharding.tp, 1)
+    share = sharding.tp if sharding.sequence_parallel and sharding.spread else 1
+    routed = tokens / share * part.top_k * copies * busiest(instance.workload, part, sharding)
+    return routed, max(part.intermediate // ways, 1)
 
 
 def _embedding(instance: Instance, sharding: Sharding) -> LayerTerms:

@@ -9,8 +9,9 @@ context and expert parallelism, A those of context parallelism that attention wa
 (J2) the host issues n launches: H = host_launch n, a little more for the backward pass (BACKWARD_LAUNCHES).
 (J3) a pass takes ((D + X)^q + H^q)^(1/q) + tp_sync n_T (t - 1), q = HOST_JOIN: the host runs ahead of the device, but
      not always, and each of the n_T collectives of tensor parallelism starts when the last of its t ranks arrives.
-(J4) what is recomputed is a forward pass again (J3), or its attention core alone (arXiv 2205.05198, section 5); the
-     share `recompute_overlap` of it hides under communication.
+(J4) what is recomputed is a forward pass again (J3), its attention core alone (arXiv 2205.05198, section 5), or the pass
+     (J3) of other modules (layer_costs, L16), taken together; the share `recompute_overlap` of it hides under
+     communication.
 (J5) weights sharded over data parallelism (ZeRO-3) are gathered ahead of each pass, gradients reduced behind the
      backward pass: of a transfer G beside a pass P, max(dp_floor G, G - dp_overlap P) shows.
 """
@@ -71,6 +72,17 @@ def layer_time(terms: LayerTerms, profile: Profile, tp: Number, *, scale: Number
         + late
     )
     return LayerTime(forward * scale, backward * scale, profile.core * terms.core_forward * repeat, forward * repeat)
+
+
+def modules_time_s(again: LayerTerms, profile: Profile, tp: Number) -> Number:
+    """(J4) What modules other than the attention core add, `again` their forward passes."""
+    forward = _pass(
+        profile,
+        (again.gemm_forward, again.core_forward, again.traffic_forward),
+        (again.tensor_forward, again.context_forward, again.exchange_forward, again.expert_forward),
+        profile.host_launch_s * again.launches,
+    )
+    return (forward + profile.tp_sync_s * again.collectives * (tp - 1)) * (1 - profile.recompute_overlap)
 
 
 def weight_gradient_s(terms: LayerTerms, profile: Profile) -> Number:

@@ -13,7 +13,11 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      and the intermediates of the part split by t; 8-bit and
      narrower products keep their inputs in one byte; unfused attention adds 5 a s per token, without a fused softmax 6
      (Korthikanti et al., arXiv 2205.05198, section 4.1, without dropout masks elsewhere).
-(M3) selective recompute drops what the attention core saves, or all but the outputs of matrix products; full recompute
+(M3) selective recompute drops what its modules save: the attention core (or, by profile, all but the outputs of matrix
+     products); the output of a norm that is not part of the projection behind it; queries, keys and values of latent
+     attention; the product that enters the experts' last matrix; everything in the shared experts, the MLP with its norm,
+     or the whole of the experts. Modules other than the core need what they drop for one layer while they repeat it
+     (megatron/core/transformer/transformer_config.py, `recompute_modules`). Full recompute
      keeps the layer's input only, and needs one layer's activations while it recomputes, with the gradients of the
      S x S matrices where attention is not flash.
 (M4) the last stage holds one micro-batch of logits over V / t, or over V where the software gathers them ahead of the loss,
@@ -56,6 +60,7 @@ from typing import TYPE_CHECKING
 from shardwise.data.adapters import adapts, is_adapted, is_projection
 from shardwise.data.model import Attention, LayerKind, LinearAttention, Mamba, Mlp, Moe, Tensor
 from shardwise.data.pipeline import FOLDED
+from shardwise.data.recompute import CORE, MODULES, modules_of
 from shardwise.data.workload import FROZEN_BYTES, OPTIMIZER_STATE_BYTES
 from shardwise.formulations.layer_costs import (
     ACTIVATION_BYTES,
@@ -142,12 +147,29 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """(M2), (M3) What one layer keeps per micro-batch in flight under each recompute mode, and needs while repeated."""
+    """(M2), (M3) What one layer keeps per micro-batch in flight when nothing is repeated and when it is repeated in full,
+    what it needs then, and what each module drops, in the order of `MODULES`."""
 
     none: float
-    selective: float
     full: float
     working: float
+    dropped: tuple[float, ...]
+
+    def kept(self, mode: str) -> float:
+        """What it keeps in a mode of `Stage.mode`."""
+        if mode == "none":
+            return self.none
+        if mode == "full":
+            return self.full
+        return max(self.none - sum(self.dropped[MODULES.index(module)] for module in modules_of(mode)), self.full)
+
+    def needed(self, mode: str) -> float:
+        """What it needs while it is repeated."""
+        if mode == "none":
+            return 0.0
+        if mode == "full":
+            return self.working
+        return sum(self.dropped[MODULES.index(module)] for module in modules_of(mode) if module != CORE)
 
 
 def mib_up(size_bytes: float) -> int:
@@ -298,13 +320,50 @@ def layer_activations(instance: Instance, kind: LayerKind, sharding: Sharding) -
     if workload.peak in NARROW_PEAKS and not workload.frozen:
         everything -= inputs
     kept_input = min(ACTIVATION_BYTES * hidden / split, everything)  # a layer without parts keeps nothing to begin with
-    selective = everything - core
     if instance.profile.selective:
-        selective = min(selective, ACTIVATION_BYTES * products / 2 + kept_input)
+        core = everything - min(everything - core, ACTIVATION_BYTES * products / 2 + kept_input)
+    dropped = {CORE: core, **_dropped(instance, kind, sharding)}
     passing = heads_here(kind, tp) * PASSING_BYTES.get(workload.attention, 0.0) * workload.seq_len
     return ActivationBytes(
-        tokens * everything, tokens * selective, tokens * kept_input, tokens * (everything + passing)
+        tokens * everything,
+        tokens * kept_input,
+        tokens * (everything + passing),
+        tuple(tokens * dropped.get(module, 0.0) for module in MODULES),
     )
+
+
+def _dropped(instance: Instance, kind: LayerKind, sharding: Sharding) -> dict[str, float]:
+    """(M3), (M9) Bytes per token that modules other than the core drop: of values in 16 bits, less the byte that matrices in
+    8 bits save on their inputs, and less what adapters do without."""
+    workload, tp = instance.workload, sharding.tp
+    normed = instance.model.hidden / (tp if sharding.sequence_parallel else 1)
+    narrow = workload.peak in NARROW_PEAKS and not workload.frozen
+    entering = ACTIVATION_BYTES - narrow  # of what enters a matrix
+    trained = not workload.frozen or adapts(workload, "ffn")
+    dropped = dict.fromkeys(MODULES[1:], 0.0)
+    mixer, ffn = kind.mixer, kind.ffn
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        dropped["layernorm"] += entering * normed
+        heads = max(mixer.heads / tp, 1)
+        dropped["mla_up_proj"] = ACTIVATION_BYTES * heads * (2 * mixer.head_dim + mixer.v_head_dim)
+    if isinstance(ffn, Mlp):
+        width = ffn.intermediate / tp
+        inputs = (normed if workload.fused_norm else 0.0) + width
+        dropped["mlp"] = ACTIVATION_BYTES * (2 if ffn.gated else 1) * width + entering * inputs * trained
+    elif isinstance(ffn, Moe):
+        ways = sharding.etp if sharding.spread else tp
+        routed, shared = _routed_copies(ffn, sharding, workload), ffn.shared_intermediate / tp
+        width = routed * ffn.intermediate / ways
+        between = ACTIVATION_BYTES * (2 if ffn.gated else 1)
+        outputs = routed * instance.model.hidden
+        dropped["layernorm"] += entering * normed * trained
+        dropped["moe_act"] = entering * width * trained
+        dropped["shared_experts"] = between * shared + entering * shared * trained
+        # as in (M2), a third of what is kept enters matrices
+        narrowed = _moe_values(ffn, instance.model.hidden, sharding, workload) / 3 if narrow else 0.0
+        held = ACTIVATION_BYTES * ((outputs + width + shared) * trained + outputs) + between * (width + shared)
+        dropped["moe"] = held - narrowed
+    return dropped
 
 
 def _adapter_values(workload: Training, kind: LayerKind, sharding: Sharding) -> float:

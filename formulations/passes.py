@@ -28,7 +28,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class ChunkCounts:
     """Layers of each unit (the kinds, the embedding, the head) in every slot, shape (slots, units) or (slots, units,
-    rows): all of them, those repeated in full, and those whose attention core is repeated."""
+    rows): all of them, those repeated in full, and those of which modules are repeated, the units of each set of modules one
+    after the other as in `TimeCoefficients.selective`."""
 
     every: Ints
     full: Ints
@@ -40,11 +41,12 @@ def shape_of(plan: Plan) -> Shape:
     return runnable(Shape(plan.schedule, plan.degrees.pp, plan.degrees.vpp, plan.micro_batches))
 
 
-def counts_of(plan: Plan, prefixes: Ints) -> ChunkCounts:
-    """The counts of a plan; `prefixes` counts each unit in the first 0, 1, ... L layers, embedding and head last."""
+def counts_of(plan: Plan, prefixes: Ints, sets: tuple[str, ...]) -> ChunkCounts:
+    """The counts of a plan, whose sets of modules are among `sets`; `prefixes` counts each unit in the first 0, 1, ... L
+    layers, embedding and head last."""
     settings = [plan.stages[stage] for stage in plan.layout.stage]
     block = np.array([s.recompute_layers if s.recompute == "full" else 0 for s in settings])
-    selective = np.array([s.recompute == "selective" for s in settings])
+    selective = np.array([[s.mode == own for own in sets] for s in settings])
     return chunk_counts(plan.layout, prefixes, np.array(plan.cuts), block, selective)
 
 
@@ -58,13 +60,14 @@ def chunk_counts(
     cuts
         First layer of each chunk of the network, and the number of layers.
     block, selective
-        Per slot: layers repeated in full at its start, and whether attention cores are repeated.
+        Per slot: layers repeated in full at its start, and whether each set of modules is repeated, (slots, sets).
     """
     chunk = np.array(where.chunk)
     start, end = cuts[chunk], cuts[chunk + 1]
     until = np.minimum(start + block, end)
     every, full = (np.moveaxis(prefixes[stop] - prefixes[start], -1, 1) for stop in (end, until))
-    chosen = every * selective[:, None]
+    chosen = every[:, None] * selective[:, :, None]
+    chosen = chosen.reshape(len(chosen), -1, *chosen.shape[3:])
     every[chunk == 0, -2] += 1
     every[chunk == chunk.max(), -1] += 1
     return ChunkCounts(every, full, chosen)

@@ -40,10 +40,10 @@ class Reach:
     ) -> None:
         self.splits, self.candidate, self.time, self.memory, self.limit = splits, candidate, time, memory, limit
         self.m = candidate.micro_batches
-        table = np.array(
-            (time.forward, time.backward, time.tail_floor, time.tail_overlap, time.selective, time.full), np.int64
-        )[:, :-2]
-        forward, backward, _, overlap, _, full = table
+        sets = splits.tables.sets
+        again = (time.full, *map(time.of_set, range(len(sets))))
+        table = np.array((time.forward, time.backward, time.tail_floor, time.tail_overlap, *again), np.int64)[:, :-2]
+        forward, backward, _, overlap, full = table[:5]
         self._margin = self.m * (forward + backward) - forward - np.maximum(backward, np.maximum(-overlap, 0))
         self._steady = bool((self._margin >= 0).all())
         self._steady_block = bool((self._margin >= self.m * (full.max() - full)).all()) and all(
@@ -51,6 +51,7 @@ class Reach:
         )
         self._sums = np.zeros((len(table), splits.layers + 1), np.int64)
         np.cumsum(table[:, splits.kinds], axis=1, out=self._sums[:, 1:])
+        self._again = dict(zip(("full", *sets), self._sums[4:], strict=True))
         self._busy: dict[str, tuple[list[int], list[int], list[int]]] = {}
 
     def all_layers(self, mode: str, block: int = 0) -> bool:
@@ -61,7 +62,7 @@ class Reach:
         p, m, layers = candidate.degrees.pp, self.m, splits.layers
         fills, drains = candidate.schedule not in UNSYNCHRONISED, candidate.schedule in DRAINED
         busy, repeated = self._seconds("none" if block else mode), self._seconds("full") if block else None
-        forward, backward, again = (self._sums[row].tolist() for row in (0, 1, 5))
+        forward, backward, again = (self._sums[row].tolist() for row in (0, 1, 4))
         sends, lags = ([0, *values[: p - 1], 0] for values in (time.sends, time.lags))
         tied, fill, drain, reached = int(time.tied) if p > 1 else 0, 0, 0, 0
         for k in range(p):
@@ -99,8 +100,8 @@ class Reach:
     def _seconds(self, mode: str) -> tuple[list[int], list[int], list[int]]:
         """Sums over layers of the busy time with the floor tail, with the other one, and alone."""
         if mode not in self._busy:
-            forward, backward, floor, overlap, selective, full = self._sums
-            busy = self.m * (forward + backward + {"selective": selective, "full": full}.get(mode, 0))
+            forward, backward, floor, overlap = self._sums[:4]
+            busy = self.m * (forward + backward + self._again.get(mode, 0))
             self._busy[mode] = ((busy + floor).tolist(), (busy + overlap).tolist(), busy.tolist())
         return self._busy[mode]
 

@@ -3,10 +3,11 @@ host (U2) is not looked at.
 
 The least that a stage needs for layers a .. b - 1 is, over the recompute modes that it may have,
 
-    fixed + ends + sum over its layers of (state + kept in that mode)  + one working set under full recompute,
+    fixed + ends + sum over its layers of (state + kept in that mode)  + what repeating one of them needs,
 
 all layers of a stage repeated where it is full, since every layer that is not keeps more; "none" keeps no less than
-"selective", and is looked at only where it is asked for. With one mode for all stages the modes are tried one by one.
+attention cores alone, which need nothing, and is looked at only without them. With one mode for all stages the modes are
+tried one by one.
 
 (R1) v = 1. The layers before stage k can be those that some split of the stages before it reaches; from each of them
      stage k reaches every end up to the last that fits. Some split fits if and only if the last stage reaches L.
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Placement
+from shardwise.data.recompute import CORE
 from shardwise.formulations.candidates import Candidate
 from shardwise.formulations.schedule import in_flight_once
 from shardwise.formulations.splits import even_cuts
@@ -47,8 +49,10 @@ class Room:
 
     def __init__(self, splits: SplitSearch) -> None:
         self.splits = splits
-        modes = [tuple(mode for mode in own if mode != "none" or len(own) == 1) for own in splits.mode_sets]
-        self.mode_sets = [own for own in modes if own != ("none",)] or modes
+        modes = [
+            tuple(mode for mode in own if mode != "none" or CORE not in splits.all_modes) for own in splits.mode_sets
+        ]
+        self.mode_sets = [own for own in modes if own] or splits.mode_sets
         self.known: dict[tuple[object, ...], bool] = {}
 
     def rows(self, grid: Grid) -> npt.NDArray[np.bool_]:
@@ -82,7 +86,7 @@ class Room:
             last = np.full(layers + 1, -1) if least else starts.copy()
             for mode in modes:
                 held = state + self.splits.kept(memory, flying, mode)
-                room = spare - (memory.working if mode == "full" else 0)
+                room = spare - memory.needed(mode)
                 last = np.maximum(last, np.searchsorted(held, held + room, side="right") - 1)
             first = starts + least
             open_at = reached & (last >= first)
@@ -108,7 +112,7 @@ class Room:
             spare -= memory.embedding * (0 in chunks) + memory.head * (last_chunk in chunks)
             fits = np.zeros(len(cuts), dtype=bool)
             for mode in modes:
-                need = np.where((end > start).any(axis=1), memory.working, 0) if mode == "full" else 0
+                need = np.where((end > start).any(axis=1), memory.needed(mode), 0)
                 for row, count in enumerate(flying):
                     kept = self.splits.kept(memory, count, mode)
                     need = need + kept[end[:, row]] - kept[start[:, row]]

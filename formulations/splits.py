@@ -27,20 +27,20 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, layout
-from shardwise.data.plan import Plan, Recompute, Stage
+from shardwise.data.plan import Plan, stage_in
 from shardwise.formulations.passes import chunk_counts, links_of, pass_times
 from shardwise.formulations.reach import Reach
 from shardwise.formulations.schedule import DRAINED, UNSYNCHRONISED, in_flight_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from shardwise.data.instance import Instance
     from shardwise.formulations.candidates import Candidate
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from shardwise.formulations.passes import ChunkCounts
 
 Ints = npt.NDArray[np.int64]
-Modes = tuple[Recompute, ...]
+Modes = tuple[str, ...]
+"""Modes of `Stage.mode`: nothing, sets of modules, full."""
 INFINITE = np.int64(2**62)
-_MODES: Modes = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Split:
 
     bound: int
     cuts: tuple[int, ...]
-    settings: tuple[tuple[Recompute, int], ...]
+    settings: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +71,10 @@ class _StageChoices:
     onward
         The largest of it and of the best that can follow.
     mode, block
-        The recompute setting.
+        The recompute setting, the mode as an index into `modes`.
     """
 
+    modes: Modes
     first: int
     least: int
     cost: Ints
@@ -87,7 +88,7 @@ def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
     if not choices:
         return
     serial = itertools.count()
-    open_parts: list[tuple[int, int, int, int, tuple[int, ...], tuple[tuple[Recompute, int], ...]]] = [
+    open_parts: list[tuple[int, int, int, int, tuple[int, ...], tuple[tuple[str, int], ...]]] = [
         (0, 0, next(serial), 0, (0,), ())
     ]
     while open_parts:
@@ -99,10 +100,26 @@ def _by_bound(choices: list[_StageChoices], limit: int) -> Iterator[Split]:
         row = cuts[-1] - stage.first
         for column in np.nonzero(stage.onward[row] <= limit)[0].tolist():
             part = max(cost, int(stage.cost[row, column]))
-            setting = _MODES[int(stage.mode[row, column])], int(stage.block[row, column])
+            setting = stage.modes[int(stage.mode[row, column])], int(stage.block[row, column])
             grown = (*cuts, cuts[-1] + stage.least + column)
             ahead = max(cost, int(stage.onward[row, column]))
             heapq.heappush(open_parts, (ahead, deep - 1, next(serial), part, grown, (*settings, setting)))
+
+
+def _opened_late(waiting: list[tuple[int, Callable[[], Iterator[Split]]]], limit: int) -> Iterator[Split]:
+    """Several runs of splits as one, ascending; each is made when no other has a split below its least bound."""
+    serial = itertools.count()
+    runs: list[tuple[int, int, Split | None, Any]] = [
+        (least, next(serial), None, make) for least, make in waiting if least <= limit
+    ]
+    heapq.heapify(runs)
+    while runs:
+        _, _, split, run = heapq.heappop(runs)
+        if split is not None:
+            yield split
+        splits: Iterator[Split] = run if split is not None else run()
+        for following in itertools.islice(splits, 1):
+            heapq.heappush(runs, (following.bound, next(serial), following, splits))
 
 
 class SplitSearch:
@@ -117,8 +134,9 @@ class SplitSearch:
         self._held: dict[tuple[int, int, str], list[int]] = {}
         self._room_lines: dict[tuple[int, int], tuple[int, int]] = {}
         self._saved: dict[tuple[int, int], int] = {}
-        wanted = instance.limits.recompute
-        modes: Modes = _MODES if wanted is None else (wanted,)  # type: ignore[assignment]
+        self.all_modes: Modes = ("none", *tables.sets, "full")
+        wanted = {None: self.all_modes, "selective": tables.sets}
+        modes: Modes = wanted.get(instance.limits.recompute, (str(instance.limits.recompute),))
         self.mode_sets: tuple[Modes, ...] = (
             tuple((mode,) for mode in modes) if instance.rules.uniform_recompute else (modes,)
         )
@@ -136,16 +154,32 @@ class SplitSearch:
         several = candidate.degrees.vpp > 1
         splits = self._even_splits(candidate, time, limit) if several else None
         reach = None if several else Reach(self, candidate, time, memory, limit)
-        found: list[Iterable[Split]] = []
-        for modes in self.mode_sets:
-            if reach is not None and candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
-                found.append(self._by_block(candidate, time, memory, limit, reach))
-            elif reach is not None:
-                if modes not in (("none",), ("selective",)) or reach.all_layers(modes[0]):
-                    found.append(_by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit))
-            elif splits is not None:
-                found.append(self._interleaved(candidate, memory, limit, modes, *splits))
-        return heapq.merge(*found, key=lambda split: split.bound)
+
+        def of_modes(modes: Modes) -> Iterator[Split]:
+            if reach is None:
+                return iter(() if splits is None else self._interleaved(candidate, memory, limit, modes, *splits))
+            if candidate.degrees.pp > 1 and modes == ("full",) and not self.whole:
+                return self._by_block(candidate, time, memory, limit, reach)
+            if len(modes) == 1 and modes != ("full",) and not reach.all_layers(modes[0]):
+                return iter(())
+            return _by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit)
+
+        return _opened_late(
+            [(self._least(candidate, time, modes), partial(of_modes, modes)) for modes in self.mode_sets], limit
+        )
+
+    def _least(self, candidate: Candidate, time: TimeCoefficients, modes: Modes) -> int:
+        """(P3) The mean over stages of their busy time, with what the only mode adds to every layer: no split in these modes
+        is below it."""
+        p, m = candidate.degrees.pp, candidate.micro_batches
+        sent = [int(x) for x in time.sends[:p]]
+        sends = sum(sent[link] for links in links_of(candidate.layout, p) for link in links.tolist() if link < p)
+        work = int(self.prefix(_both(time))[-1] + sum(_both(time)[-2:]) + sends)
+        if len(modes) == 1 and modes[0] in self.tables.sets:
+            work += int(self.prefix(time.of_set(self.tables.sets.index(modes[0])))[-1])
+        elif modes == ("full",):
+            work += max(candidate.degrees.virtual_stages - 2, 0) * int(min(time.full[:-2]))
+        return int(time.overhead) + m * work // p
 
     def of_cuts(self, candidate: Candidate, time: TimeCoefficients, cuts: Ints, limit: int) -> list[Split]:
         """The splits of some cuts of v > 1, one row each, as (P2) and (P3) judge them: those within `limit` and memory."""
@@ -173,11 +207,14 @@ class SplitSearch:
         what it repeats then: no plan of the split is faster or repeats less."""
         where, stage = candidate.layout, np.array(candidate.layout.stage)
         cuts = np.array([split.cuts for split in splits]).T
-        block, selective = np.zeros((len(stage), len(splits)), np.int64), np.zeros((len(stage), len(splits)), bool)
+        sets = self.tables.sets
+        block = np.zeros((len(stage), len(splits)), np.int64)
+        selective = np.zeros((len(stage), len(sets), len(splits)), bool)
         if self.exact(candidate):
             full = np.array([[block if mode == "full" else 0 for mode, block in split.settings] for split in splits])
             block = full.T[stage]
-            selective = np.array([[mode == "selective" for mode, _ in split.settings] for split in splits]).T[stage]
+            chosen = [[[mode == own for mode, _ in split.settings] for split in splits] for own in sets]
+            selective = np.array(chosen).transpose(2, 0, 1)[stage]
         counts = chunk_counts(where, self.tables.kind_prefixes, cuts, block, selective)
         passes = pass_times(time, candidate.shape, where, counts)
         return np.asarray(passes.step(candidate.shape) + int(time.overhead)), counts
@@ -295,7 +332,7 @@ class SplitSearch:
             cost = cost + tail
             cost = np.where((extra < INFINITE // 4) & (start + size <= total), cost, INFINITE)
             onward = np.maximum(cost, value[end])
-            choices.append(_StageChoices(int(first[0]), least, cost, onward, mode, block))
+            choices.append(_StageChoices(self.all_modes, int(first[0]), least, cost, onward, mode, block))
             value = np.full(total + 1, INFINITE)
             value[first] = onward.min(axis=1)
         return choices[::-1] if value[0] <= limit else []
@@ -348,6 +385,7 @@ class SplitSearch:
         plain = none[end] - none[start]
         extra = np.full(plain.shape, INFINITE // 2)
         mode, block = np.zeros(plain.shape, np.int64), np.zeros(plain.shape, np.int64)
+        last = len(self.all_modes) - 1
         if "full" in modes:
             full = self.kept(memory, flying, "full")
             saved = none - full
@@ -362,18 +400,21 @@ class SplitSearch:
             reachable = until <= end
             cost = again[np.minimum(until, end)] - again[start]
             extra = np.where(reachable, cost, extra)
-            mode = np.where(reachable, 2, mode)
+            mode = np.where(reachable, last, mode)
             block = np.where(reachable, common or np.maximum(until - start, 1), block)
             if least and np.any(start == end):
                 empty = (start == end) & (spare >= 0)
-                extra, mode = np.where(empty, 0, extra), np.where(empty, 2, mode)
+                extra, mode = np.where(empty, 0, extra), np.where(empty, last, mode)
                 block = np.where(empty, common or 1, block)
-        if "selective" in modes:
-            selective = self.kept(memory, flying, "selective")
-            again = self.prefix(time.selective)
+        for index, own in enumerate(self.tables.sets):
+            if own not in modes:
+                continue
+            selective, again = self.kept(memory, flying, own), self.prefix(time.of_set(index))
             cost = again[end] - again[start]
-            better = (selective[end] - selective[start] <= spare) & (cost < extra)
-            extra, mode, block = np.where(better, cost, extra), np.where(better, 1, mode), np.where(better, 0, block)
+            room = spare - np.where(end > start, memory.needed(own), 0)
+            better = (selective[end] - selective[start] <= room) & (cost < extra)
+            extra, block = np.where(better, cost, extra), np.where(better, 0, block)
+            mode = np.where(better, index + 1, mode)
         if "none" in modes:
             plainly = plain <= spare
             extra, mode, block = np.where(plainly, 0, extra), np.where(plainly, 0, mode), np.where(plainly, 0, block)
@@ -398,14 +439,14 @@ class SplitSearch:
     ) -> list[Split]:
         """(P2) under one set of recompute modes."""
         p, time = candidate.degrees.pp, sums.time
-        if modes in (("selective",), ("full",)):
+        if len(modes) == 1 and modes != ("none",):
             chosen = sums.value(self._least_extra(time, cuts, candidate, modes)) <= limit
             if not chosen.any():
                 return []
             cuts, sums = cuts[chosen], sums.rows(chosen)
         if modes == ("full",) and self.instance.rules.uniform_recompute:
             cuts, blocks, value = self._interleaved_block(candidate, memory, sums, cuts, limit)
-            mode, block = np.full((len(cuts), p), 2), np.repeat(blocks[:, None], p, axis=1)
+            mode, block = np.full((len(cuts), p), len(self.all_modes) - 1), np.repeat(blocks[:, None], p, axis=1)
         else:
             rows, extra, mode, block = self._interleaved_recompute(candidate, memory, time, cuts, modes)
             cuts, value = cuts[rows], sums.rows(rows).value(extra)
@@ -414,16 +455,17 @@ class SplitSearch:
             Split(
                 int(value[row]),
                 tuple(int(cut) for cut in cuts[row]),
-                tuple((_MODES[int(a)], int(b)) for a, b in zip(mode[row], block[row], strict=True)),
+                tuple((self.all_modes[int(a)], int(b)) for a, b in zip(mode[row], block[row], strict=True)),
             )
             for row in within[np.argsort(value[within], kind="stable")]
         ]
 
     def _least_extra(self, time: TimeCoefficients, cuts: Ints, candidate: Candidate, modes: Modes) -> Ints:
-        """Busy time that the only allowed mode adds at least: all attention cores, or one layer of every chunk."""
-        again = self.prefix(time.selective if modes == ("selective",) else time.full)
+        """Busy time that the only allowed mode adds at least: its modules of all layers, or one layer of every chunk."""
+        (mode,) = modes
+        again = self.prefix(time.full if mode == "full" else time.of_set(self.tables.sets.index(mode)))
         start, end = cuts[:, :-1], cuts[:, 1:]
-        until = end if modes == ("selective",) or self.whole else np.minimum(start + 1, end)
+        until = end if mode != "full" or self.whole else np.minimum(start + 1, end)
         extra: Ints = (again[until] - again[start])[:, _columns(candidate)].sum(axis=1)
         return candidate.micro_batches * extra
 
@@ -505,7 +547,7 @@ class SplitSearch:
         rows = np.arange(len(cuts))
         shape = (len(cuts), p)
         extra, mode, block = np.full(shape, INFINITE // 2), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        again, selective = (candidate.micro_batches * self.prefix(c) for c in (time.full, time.selective))
+        again, full = candidate.micro_batches * self.prefix(time.full), len(self.all_modes) - 1
         states, columns = self.prefix(memory.state), _columns(candidate)
         for k in range(p):
             own = columns[:, k]
@@ -519,21 +561,25 @@ class SplitSearch:
             cost = extra[:, k]
             if "none" in modes:
                 cost[kept(end, "none") <= spare] = 0
-            if "selective" in modes and not (cost == 0).all():
+            for index, own_set in enumerate(self.tables.sets):
+                if own_set not in modes or (cost == 0).all():
+                    continue
+                selective = candidate.micro_batches * self.prefix(time.of_set(index))
                 added = (selective[end] - selective[start]).sum(axis=1)
-                better = (kept(end, "selective") <= spare) & (added < cost)
-                cost[better], mode[better, k] = added[better], 1
+                needed = np.where((end > start).any(axis=1), memory.needed(own_set), 0)
+                better = (kept(end, own_set) + needed <= spare) & (added < cost)
+                cost[better], mode[better, k] = added[better], index + 1
             if "full" in modes:
                 largest = int((end - start).max())
                 for size in range(max(largest, 1) if self.whole else 1, max(largest, 1) + 1):
-                    undecided = (cost >= INFINITE // 4) | (mode[:, k] == 1)
+                    undecided = (cost >= INFINITE // 4) | ((mode[:, k] > 0) & (mode[:, k] < full))
                     if not undecided.any():
                         break
                     middle = np.minimum(start + size, end)
                     added = (again[middle] - again[start]).sum(axis=1)
                     working = np.where((middle > start).any(axis=1), memory.working, 0)
                     better = undecided & (kept(middle, "full") + working <= spare) & (added < cost)
-                    cost[better], mode[better, k] = added[better], 2
+                    cost[better], mode[better, k] = added[better], full
                     block[better, k] = np.minimum(size, np.maximum((end - start).max(axis=1), 1))[better]
             alive = cost < INFINITE // 4
             if not alive.all():
@@ -692,8 +738,7 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
     chunks = [tuple(sizes[i] for i in candidate.layout.chunks_of(k)) for k in range(d.pp)]
     options = [list(split.settings)]
     if instance.rules.uniform_recompute:
-        modes = {mode for mode, _ in split.settings}
-        mode: Recompute = "full" if "full" in modes else "selective" if "selective" in modes else "none"
+        (mode,) = {mode for mode, _ in split.settings}
         options = [[(mode, 0)] * d.pp]
         if mode == "full":
             largest = max(sizes)
@@ -701,6 +746,6 @@ def plans_to_try(instance: Instance, candidate: Candidate, split: Split) -> list
             first = largest if instance.limits.recompute == "full" else min(needed, largest)
             options = [[(mode, block)] * d.pp for block in range(max(first, 1), max(largest, 1) + 1)]
     return [
-        candidate.plan(tuple(Stage(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)))
+        candidate.plan(tuple(stage_in(part, mode, block) for part, (mode, block) in zip(chunks, option, strict=True)))
         for option in options
     ]

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, layout
+from shardwise.data.recompute import CORE, modules_of
 from shardwise.formulations.coefficients import TimeCoefficients, groups_of
 from shardwise.formulations.layer_costs import TERMS, LayerTerms, sharding_of
-from shardwise.formulations.layer_time import exposed, layer_time, weight_gradient_s
+from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, modules_time_s, weight_gradient_s
 from shardwise.formulations.memory import end_units, tied_copy
 from shardwise.formulations.passes import ChunkCounts, PassTimes, counts_of, links_of, pass_times, shape_of
 from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -39,7 +40,7 @@ from shardwise.formulations.step_time import (
 from shardwise.formulations.timeline import longer_spans, longest_paths, shorter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardwise.data.pipeline import Layout
     from shardwise.data.plan import Degrees, Placement, Plan
@@ -67,8 +68,14 @@ class _SameShape:
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """Shapes (R, U), (R, links) or (R, 1); seconds without a profile. Shape and layers of each row follow in lists."""
+    """Shapes (R, U), (R, links) or (R, 1); seconds without a profile. Shape and layers of each row follow in lists.
 
+    `sets` are the sets of modules that some row repeats; `again` has the terms of what they repeat beside the attention
+    core, (R, S, U, terms).
+    """
+
+    sets: tuple[str, ...]
+    again: Floats
     terms: LayerTerms
     sync: Floats
     crowded: Floats
@@ -91,7 +98,9 @@ class PlanTable:
         parts: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, LayerTerms):
+            if field.name == "sets":
+                parts[field.name] = value
+            elif isinstance(value, LayerTerms):
                 parts[field.name] = LayerTerms(*(getattr(value, name)[chosen] for name in TERMS))
             elif isinstance(value, tuple):
                 parts[field.name] = tuple(value[row] for row in np.arange(len(value))[chosen])
@@ -126,21 +135,20 @@ class PlanTable:
         )
 
 
-COUNTS = ("every", "full", "selective")
-
-
 def _together(counts: list[ChunkCounts], units: int) -> ChunkCounts:
-    """Counts (slots, units) of several plans, many of them one object, as arrays (slots, units, plans)."""
+    """Counts (slots, units) of several plans, many of them one object, as arrays (slots, units, plans); those of sets of
+    modules one set after the other."""
     distinct, of = by_identity(counts)
+    slots, sets = len(distinct[0].every), distinct[0].selective.shape[1] // distinct[0].every.shape[1]
 
-    def padded(name: str) -> Ints:
-        out = np.zeros((len(getattr(distinct[0], name)), units, len(distinct)), dtype=np.int64)
+    def padded(name: str, parts: int = 1) -> Ints:
+        out = np.zeros((slots, parts, units, len(distinct)), dtype=np.int64)
         for row, own in enumerate(distinct):
-            count = getattr(own, name)
-            out[:, : count.shape[1], row] = count
-        return out[:, :, of]
+            count = getattr(own, name).reshape(slots, parts, -1)
+            out[:, :, : count.shape[2], row] = count
+        return out.reshape(slots, parts * units, -1)[:, :, of]
 
-    return ChunkCounts(*(padded(name) for name in COUNTS))
+    return ChunkCounts(padded("every"), padded("full"), padded("selective", sets))
 
 
 def by_identity(items: Sequence[Item]) -> tuple[list[Item], Ints]:
@@ -163,6 +171,7 @@ class _Units:
     """What a row's units take: everything that the split into stages does not change."""
 
     terms: Floats
+    again: Floats
     sync: Floats
     crowded: Floats
     optimizer: Floats
@@ -179,20 +188,23 @@ class UnitTimes:
         self.tables = tables
         self._known: dict[tuple[Any, ...], _Units] = {}
 
-    def of(self, degrees: Degrees, placement: Placement, schedule: str) -> _Units:
-        """Terms, gradient sync, optimizer and gather of each unit."""
+    def of(self, degrees: Degrees, placement: Placement, schedule: str, sets: tuple[str, ...]) -> _Units:
+        """Terms, those of sets of modules, gradient sync, optimizer and gather of each unit."""
         d = degrees
         folded = schedule if schedule in FOLDED else ""
         offload = d.offload_optimizer, d.offload_param
-        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, offload, placement, folded)  # all but vpp
+        key = (sharding_of(d), d.pp, d.dp, d.zero, d.dp_replicate, offload, placement, folded, sets)  # all but vpp
         if key not in self._known:
-            self._known[key] = self._made(degrees, placement, schedule)
+            self._known[key] = self._made(degrees, placement, schedule, sets)
         return self._known[key]
 
-    def _made(self, degrees: Degrees, placement: Placement, schedule: str) -> _Units:
+    def _made(self, degrees: Degrees, placement: Placement, schedule: str, sets: tuple[str, ...]) -> _Units:
         tables, instance = self.tables, self.tables.instance
-        shard = tables.terms(sharding_of(degrees), groups_of(instance, degrees, placement))
-        terms = [[getattr(unit, name) for name in TERMS] for unit in (*shard.kinds, shard.embedding, shard.head)]
+        sharding, groups = sharding_of(degrees), groups_of(instance, degrees, placement)
+        shard = tables.terms(sharding, groups)
+        terms = [_numbers(unit) for unit in (*shard.kinds, shard.embedding, shard.head)]
+        none = [_numbers(LayerTerms())] * 2
+        again = [[*map(_numbers, tables.module_terms(sharding, groups, own)), *none] for own in sets]
         apart = tied_copy(instance, degrees.pp, schedule)
         ends = end_units(instance, degrees.tp, degrees.ep, degrees.etp, with_tied_copy=apart)
         params = [*tables.kind_params(degrees.tp, degrees.ep, degrees.etp), *ends]
@@ -205,6 +217,7 @@ class UnitTimes:
         contended = np.array([params_sync_s(dense, expert, unit) for unit in params])
         return _Units(
             np.array(terms),
+            np.array(again),
             contended - instance.profile.sync_contention * crowded,
             crowded,
             np.array([params_optimizer_s(dense, expert, unit) for unit in params]),
@@ -215,19 +228,24 @@ class UnitTimes:
         )
 
 
+def _numbers(terms: LayerTerms) -> list[float]:
+    return [getattr(terms, name) for name in TERMS]
+
+
 def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     """The table of some plans, each with the units of its instance."""
     known: dict[tuple[Any, ...], _Units] = {}
     splits: dict[tuple[int, int], ChunkCounts] = {}
+    sets = sets_of(plan for _, plan in rows)
     of_rows, counts, shapes = [], [], []
     for units, plan in rows:  # one object is told from another by its id: the plans outlive this loop
         key = (id(units), id(plan.degrees), id(plan.placement), plan.schedule)
         if key not in known:
-            known[key] = units.of(plan.degrees, plan.placement, plan.schedule)
+            known[key] = units.of(plan.degrees, plan.placement, plan.schedule, sets)
         of_rows.append(known[key])
         split = (id(units), id(plan.stages))
         if split not in splits:
-            splits[split] = counts_of(plan, units.tables.kind_prefixes)
+            splits[split] = counts_of(plan, units.tables.kind_prefixes, sets)
         counts.append(splits[split])
         shapes.append(shape_of(plan))
     own, of = by_identity(of_rows)
@@ -245,6 +263,8 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
     by_link = stacked([np.array(units.hops) for units in own], (most_stages,))[of]
     plans = [plan for _, plan in rows]
     return PlanTable(
+        sets=sets,
+        again=stacked([units.again for units in own], (len(sets), most_units, len(TERMS)))[of],
         terms=LayerTerms(*(terms[:, :, index] for index in range(len(TERMS)))),
         sync=by_unit("sync"),
         crowded=by_unit("crowded"),
@@ -259,6 +279,13 @@ def plan_table(rows: Sequence[tuple[UnitTimes, Plan]]) -> PlanTable:
         shapes=tuple(shapes),
         counts=tuple(counts),
     )
+
+
+def sets_of(plans: Iterable[Plan]) -> tuple[str, ...]:
+    """The sets of modules that some plan repeats, the attention core first."""
+    stages = {id(plan.stages): plan.stages for plan in plans}
+    modes = {stage.mode for own in stages.values() for stage in own} - {"none", "full", CORE}
+    return CORE, *sorted(modes)
 
 
 def step_times_s(table: PlanTable, profile: Profile) -> Floats:
@@ -286,7 +313,7 @@ def _unit_coefficients(table: PlanTable, profile: Profile) -> TimeCoefficients:
         forward=forward,
         backward=backward,
         weight=np.minimum(weight_gradient_s(t.terms, profile) * scale, backward),
-        selective=time.selective_s * scale,
+        selective=np.concatenate([own * scale for own in _again(t, time, profile)], axis=1),
         full=time.full_s * scale,
         tail_floor=profile.dp_comm_floor * sync + t.optimizer,
         tail_overlap=sync - hidden + t.optimizer,
@@ -295,6 +322,18 @@ def _unit_coefficients(table: PlanTable, profile: Profile) -> TimeCoefficients:
         tied=0.0,
         overhead=0.0,
     )
+
+
+def _again(table: PlanTable, time: LayerTime, profile: Profile) -> Iterator[Any]:
+    """(J4) of each set of modules."""
+    for index, own in enumerate(table.sets):
+        core = time.selective_s if CORE in modules_of(own) else 0.0
+        if own == CORE:
+            yield core
+            continue
+        terms: Any = table.again[:, index]
+        more = modules_time_s(LayerTerms(*(terms[:, :, term] for term in range(len(TERMS)))), profile, table.tp)
+        yield core + more
 
 
 def _pass_times(same: _SameShape, units: TimeCoefficients, table: PlanTable) -> PassTimes:
@@ -330,7 +369,7 @@ class PathTable:
 def path_table(table: PlanTable, profile: Profile) -> PathTable:
     """(V2) of `table` under `profile`."""
     units = _unit_coefficients(table, profile)
-    passes = {name: np.zeros(table.sync.shape, dtype=np.int64) for name in PASSES}
+    passes = {name: np.zeros(getattr(units, name).shape, dtype=np.int64) for name in PASSES}
     tail = np.zeros(table.sync.shape, dtype=np.int64)
     sends, lags = np.zeros((2, *table.hops.shape), dtype=np.int64)
     tied = np.zeros(len(table))

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES
+from shardwise.data.recompute import CORE, MODULES
 from shardwise.solver.cli_batch import batch_command
 from shardwise.solver.cli_collective import collective_command
 from shardwise.solver.cli_fit import fit_command
@@ -304,6 +305,12 @@ def evaluate_command(
     recompute_layers: Annotated[
         int | None, typer.Option("--recompute-layers", help="Of each chunk with --recompute full, default all.")
     ] = None,
+    recompute_modules: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute-modules", help=f"With --recompute selective, default {CORE}: {', '.join(MODULES)}, by commas."
+        ),
+    ] = None,
     rank_order: Annotated[str | None, typer.Option("--rank-order", help="tp-dp-pp (default) or tp-pp-dp.")] = None,
     fix: FixOption = None,
     limit: LimitOption = None,
@@ -328,6 +335,7 @@ def evaluate_command(
         stages=stages,
         recompute=recompute,
         recompute_layers=recompute_layers,
+        recompute_modules=None if recompute_modules is None else recompute_modules.split(","),
         rank_order=rank_order,
         schedule=schedule,
     )

@@ -265,8 +265,9 @@ def _settled(
     model, chunks, recompute = formulation.model, formulation.chunks, formulation.recompute
     layers = len(search.instance.model.layers)
     fully = sum(recompute.full_layers)
-    partly = sum(variable for row in recompute.selected for variable in row)
-    settings = dict.fromkeys((*recompute.block, *recompute.selective))
+    partly = sum(variable for own in recompute.selected for row in own for variable in row)
+    flags = (flag for own in reversed(recompute.selective) for flag in own)
+    settings = dict.fromkeys((*recompute.block, *flags))
     amount = (fully + partly) * (layers + 1) * len(settings) + sum(settings)
     most = model.new_int_var(0, layers, "largest_chunk")
     model.add_max_equality(most, chunks.layers)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.faults import InputError
 from shardwise.data.instance_document import instance_document
 from shardwise.data.pipeline import chunks_faults
-from shardwise.data.plan import PLACED, Degrees, Plan, Stage
+from shardwise.data.plan import PLACED, Degrees, Plan, stage_in
 from shardwise.solver.default_plan import plan_from_degrees
 from shardwise.solver.evaluate import Evaluation, TimeParts, evaluate
 
@@ -205,12 +205,13 @@ def _built(instance: Instance, values: dict[str, Any], donors: dict[str, Plan]) 
     share = degrees.dp * degrees.micro_batch
     if not same_batch and instance.workload.global_batch % share:
         raise ValueError(f"dp x micro_batch = {share} does not divide global_batch={instance.workload.global_batch}")
-    mode, block = recompute.stages[0].recompute, recompute.stages[0].recompute_layers
+    first = recompute.stages[0]
     plan = plan_from_degrees(
         instance,
         degrees,
-        recompute=mode,
-        recompute_layers=block or None,
+        recompute=first.recompute,
+        recompute_layers=first.recompute_layers or None,
+        recompute_modules=first.recompute_modules,
         rank_order=donors["placement"].placement.rank_order,
         schedule=schedule,
     )
@@ -218,7 +219,7 @@ def _built(instance: Instance, values: dict[str, Any], donors: dict[str, Plan]) 
     chunks = [stage.chunks for stage in (split if _same_grid(split.degrees, degrees) else plan).stages]
     settings = recompute.stages if len(recompute.stages) == degrees.pp else plan.stages
     stages = tuple(
-        Stage(own, setting.recompute, setting.recompute_layers) for own, setting in zip(chunks, settings, strict=True)
+        stage_in(own, setting.mode, setting.recompute_layers) for own, setting in zip(chunks, settings, strict=True)
     )
     placed = donors["placement"].placement
     fits = all(getattr(donors["placement"].degrees, axis) == getattr(degrees, axis) for axis in PLACED)
@@ -239,7 +240,7 @@ def _part(plan: Plan, name: str) -> object:
     if name == "stages":
         return tuple(stage.chunks for stage in plan.stages)
     if name == "recompute":
-        return tuple((stage.recompute, stage.recompute_layers) for stage in plan.stages)
+        return tuple((stage.mode, stage.recompute_layers) for stage in plan.stages)
     return getattr(plan, name)
 
 
@@ -293,7 +294,7 @@ def _plan_differences(a: Plan, b: Plan) -> Iterator[Difference]:
 
 
 def _recompute(plan: Plan) -> str:
-    settings = [f"{stage.recompute} {stage.recompute_layers or ''}".strip() for stage in plan.stages]
+    settings = [stage.recompute_words for stage in plan.stages]
     return settings[0] if len(set(settings)) == 1 else ", ".join(settings)
 
 

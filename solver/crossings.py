@@ -6,11 +6,12 @@ device of the busiest stage (transfers: of one device of the most used link), an
 pass:
 
 (X1) tensor parallelism, for every row-parallel output (layer_costs, L5): one all-reduce, or an all-gather and a
-     reduce-scatter, in each forward and each backward pass; once more where the layer is recomputed.
+     reduce-scatter, in each forward and each backward pass; once more where the layer, or the module, is recomputed.
 (X2) context parallelism (L6): two all-gathers and one reduce-scatter a layer, one all-gather more with recompute; by
      Ulysses an all-to-all of queries, keys and values and one of outputs each way, and forward again with recompute; by a
      hierarchy both, each in its part of the group.
-(X3) expert parallelism (L7): two all-to-alls each way, and with etp > 1 an all-gather and a reduce-scatter each way.
+(X3) expert parallelism (L7): two all-to-alls each way, and with etp > 1 an all-gather and a reduce-scatter each way; and
+     forward again where the layer, or its experts, are recomputed.
 (X4) a pipeline sends activations over a link and gradients back, for each chunk that it joins (step_time, T2).
 (X5) gradients are reduced and weights gathered over dp x cp, within dp_shard ranks and then among the replicas, those of
      experts over the ranks that hold the same ones (step_time, `sync_rates`): once a step, or with every micro-batch
@@ -26,6 +27,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.model import Attention, Moe
+from shardwise.data.recompute import has_module, modules_of
 from shardwise.formulations.coefficients import groups_of
 from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
@@ -51,8 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.data.instance import Instance
+    from shardwise.data.model import LayerKind
     from shardwise.data.plan import Plan
-    from shardwise.formulations.layer_costs import Spans
+    from shardwise.formulations.layer_costs import Sharding, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,10 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     first = 1 if instance.workload.frozen else 2  # a frozen embedding has no backward pass
     outputs = first * chunks.count(0) + 2 * chunks.count(d.virtual_stages - 1)  # of the embedding and the head
     for (kind_index, _, mode), layers in Counter(kept_layers(cost_tables(instance), plan, stage)).items():
-        kind, again = model.kinds[kind_index], mode == "full"
-        outputs += layers * row_outputs(kind, sharding.spread) * (3 if again else 2)
+        kind, again, modules = model.kinds[kind_index], mode == "full", modules_of(mode)
+        outputs += layers * (
+            row_outputs(kind, sharding.spread) * (3 if again else 2) + _outputs_again(kind, sharding, modules)
+        )
         ring = groups.cp[0] if d.cp > 1 else ()
         if sharding.exchanged > 1 and isinstance(kind.mixer, Attention):
             near, ring = split_spans(ring, sharding.exchanged)
@@ -141,12 +146,19 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
             yield _Call("cp", "keys and values", "all_gather", ring, m * layers * (3 if again else 2), size)
             yield _Call("cp", "their gradients", "reduce_scatter", ring, m * layers, size)
         if sharding.spread and isinstance(kind.ffn, Moe):
-            routed, ways = routed_bytes(instance, kind.ffn, sharding), (3 if again else 2) * m * layers
+            routed = routed_bytes(instance, kind.ffn, sharding)
+            ways = (3 if again or "moe" in modules else 2) * m * layers
             yield _Call("ep", "routed tokens", "alltoall", groups.ep[0], 2 * ways, routed)
             for op in ("all_gather", "reduce_scatter"):
                 yield _Call("etp", "routed tokens", op, groups.etp[0], ways, routed * d.etp)
     for op in ops:
         yield _Call("tp", "activations and their gradients", op, groups.tp[0], m * outputs, whole)
+
+
+def _outputs_again(kind: LayerKind, sharding: Sharding, modules: tuple[str, ...]) -> int:
+    """Row-parallel outputs of a layer in the modules that are repeated (layer_costs, L16)."""
+    outputs = {"mlp": 1, "shared_experts": 1, "moe": row_outputs(kind, sharding.spread) - (kind.mixer is not None)}
+    return sum(outputs.get(module, 0) for module in modules if has_module(kind, module))
 
 
 def _pipeline(instance: Instance, plan: Plan) -> Iterator[_Call]:

@@ -97,6 +97,7 @@ def plan_from_degrees(
     stages: Sequence[int] | None = None,
     recompute: Recompute = "none",
     recompute_layers: int | None = None,
+    recompute_modules: Sequence[str] = (),
     rank_order: RankOrder = "tp-dp-pp",
     schedule: Schedule | None = None,
 ) -> Plan:
@@ -108,6 +109,8 @@ def plan_from_degrees(
         Layers of every chunk in network order, pp x vpp of them; as even as possible with larger ones first without it.
     recompute_layers
         Layers of each chunk to recompute with `recompute="full"`; all without it.
+    recompute_modules
+        What `recompute="selective"` repeats, of `data.recompute.MODULES`; the attention core without it.
 
     Raises
     ------
@@ -132,6 +135,8 @@ def plan_from_degrees(
         faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {layers} layers")
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
+    if recompute_modules and recompute != "selective":
+        faults.append(f"recompute_modules={','.join(recompute_modules)} needs recompute=selective")
     if faults:
         raise InputError(faults)
     block = 0
@@ -141,7 +146,7 @@ def plan_from_degrees(
     try:
         return Plan(
             degrees,
-            _stages_of(chunks, degrees.pp, recompute, block, folded=schedule in FOLDED),
+            _stages_of(chunks, degrees.pp, recompute, block, tuple(recompute_modules), folded=schedule in FOLDED),
             packed_placement(instance, degrees, rank_order),
             micro_batches,
             schedule=schedule or degrees.schedule,
@@ -152,12 +157,12 @@ def plan_from_degrees(
 
 @lru_cache(maxsize=16384)
 def _stages_of(
-    chunks: tuple[int, ...], pp: int, recompute: Recompute, block: int, *, folded: bool
+    chunks: tuple[int, ...], pp: int, recompute: Recompute, block: int, modules: tuple[str, ...], *, folded: bool
 ) -> tuple[Stage, ...]:
     rows = [chunks[row * pp : (row + 1) * pp] for row in range(len(chunks) // pp)]
     if folded and len(rows) == 2:
         rows[1] = rows[1][::-1]
-    return tuple(Stage(own, recompute, block) for own in zip(*rows, strict=True))
+    return tuple(Stage(own, recompute, block, modules) for own in zip(*rows, strict=True))
 
 
 def even_split(layers: int, chunks: int) -> list[int]:

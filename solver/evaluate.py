@@ -10,12 +10,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.data.faults import InputError
 from shardwise.data.model import Attention, Moe
+from shardwise.data.recompute import ANY
 from shardwise.data.rules import plan_faults, plan_risks
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
@@ -446,6 +447,9 @@ def limit_faults(instance: Instance, plan: Plan) -> list[str]:
     algorithm = instance.limits.cp_comm_type
     if algorithm not in (None, plan.degrees.cp_comm_type):
         faults.append(f"cp_comm_type={plan.degrees.cp_comm_type} breaks the limit cp_comm_type={algorithm}")
+    modules, sets = instance.limits.recompute_modules, {stage.mode for stage in plan.stages} - {"none", "full"}
+    if modules not in (None, ANY) and not sets <= {modules}:
+        faults.append(f"recompute_modules={', '.join(sorted(sets))} breaks the limit recompute_modules={modules}")
     if wanted is not None and any(stage.recompute != wanted for stage in plan.stages):
         faults.append(f"recompute is not {wanted} on every stage, as the limit asks")
     elif wanted == "full" and any(stage.recompute_layers < max(stage.chunks) for stage in plan.stages):
@@ -487,11 +491,12 @@ class TimedPlan:
 def timed_plan(instance: Instance, plan: Plan, unit_s: float | None = None) -> TimedPlan:
     """(T1)-(T5) of a plan, in multiples of `unit_s` where one is given."""
     tables = cost_tables(instance)
-    coefficients = tables.time(plan.degrees, plan.placement, plan.schedule)
+    sets = tables.sets_with(stage.mode for stage in plan.stages)
+    coefficients = tables.time(plan.degrees, plan.placement, plan.schedule, sets)
     if unit_s is not None:
         coefficients = coefficients.in_units(unit_s)
     shape = shape_of(plan)
-    counts = counts_of(plan, tables.kind_prefixes)
+    counts = counts_of(plan, tables.kind_prefixes, sets)
     passes = pass_times(coefficients, shape, plan.layout, counts)
     once = passes_per_step(plan.schedule, shape.micro_batches)
     worked = passes.durations[once.kinds].sum(axis=0) * once.micro_batches
@@ -512,7 +517,8 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
     m = passes_per_step(plan.schedule, timed.shape.micro_batches).micro_batches
     scale = m * straggling(instance, d.devices)
     causes = dict.fromkeys(("compute", "tensor_parallel", "context_parallel", "expert_parallel", "weight_gather"), 0.0)
-    host = work = recompute = 0.0
+    host = work = 0.0
+    recompute = m * float(full @ c.full + selective @ c.selective)
     for unit, (term, time) in enumerate(
         zip((*terms.kinds, terms.embedding, terms.head), (*times.kinds, times.embedding, times.head), strict=True)
     ):
@@ -525,7 +531,6 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
         host += max(passes - sum(spent.values()), 0.0)  # below 0 by rounding alone
         causes["weight_gather"] += max(busy - passes, 0.0)
         work += busy
-        recompute += m * float(full[unit] * c.full[unit] + selective[unit] * c.selective[unit])
     optimizer, tail = optimizer_s(tables, plan, stage), float(timed.passes.tails[stage])
     return TimeParts(
         **causes,
@@ -558,17 +563,14 @@ def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
     return sum(units, KindParams(0, 0))
 
 
-def kept_layers(
-    tables: CostTables, plan: Plan, stage: int
-) -> list[tuple[int, int, Literal["none", "selective", "full"]]]:
-    """(kind, chunk row, recompute mode) of every layer of a stage."""
+def kept_layers(tables: CostTables, plan: Plan, stage: int) -> list[tuple[int, int, str]]:
+    """(kind, chunk row, mode of `Stage.mode`) of every layer of a stage."""
     instance, setting = tables.instance, plan.stages[stage]
     cuts, out = plan.cuts, []
     for row, chunk in enumerate(plan.layout.chunks_of(stage)):
         for position in range(cuts[chunk + 1] - cuts[chunk]):
-            mode = setting.recompute
-            if mode == "full" and position >= setting.recompute_layers:
-                mode = "none"
+            repeated = setting.recompute != "full" or position < setting.recompute_layers
+            mode = setting.mode if repeated else "none"
             out.append((instance.model.kind_indices[cuts[chunk] + position], row, mode))
     return out
 
@@ -578,7 +580,7 @@ def activation_bytes(tables: CostTables, plan: Plan, stage: int) -> tuple[float,
     bytes_of = tables.activations(sharding_of(plan.degrees))
     held = [0.0] * len(plan.layout.chunks_of(stage))
     for kind, row, mode in kept_layers(tables, plan, stage):
-        held[row] += getattr(bytes_of[kind], mode)
+        held[row] += bytes_of[kind].kept(mode)
     return tuple(held)
 
 
@@ -591,8 +593,8 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
     states: StateBytes = state_bytes(instance, stage_params(tables, plan, stage), d)
-    recomputes = any(mode == "full" for _, _, mode in kept_layers(tables, plan, stage))
-    working = max(kind.working for kind in tables.activations(sharding)) if recomputes else 0.0
+    modes = {mode for _, _, mode in kept_layers(tables, plan, stage)}
+    working = max((kind.needed(mode) for kind in tables.activations(sharding) for mode in modes), default=0.0)
     has_head = d.virtual_stages - 1 in plan.layout.chunks_of(stage)
     logits = head_activations_bytes(instance, sharding) if has_head else 0.0
     used = 1 / (1 + instance.profile.memory_fragmentation)
@@ -616,7 +618,7 @@ def _host_memory(tables: CostTables, plan: Plan) -> HostMemory | None:
         return None
     instance, stages = tables.instance, range(plan.degrees.pp)
     memory = tables.memory(plan.degrees, plan.schedule)
-    counts = counts_of(plan, tables.kind_prefixes).every
+    counts = counts_of(plan, tables.kind_prefixes, tables.sets).every
     return HostMemory(
         tuple(state_bytes(instance, stage_params(tables, plan, k), plan.degrees).host for k in stages),
         tuple(int((counts[list(plan.layout.slots_of(k))].sum(axis=0) * np.array(memory.host)).sum()) for k in stages),
@@ -635,8 +637,7 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
         sum(count * memory.kept(kind, vector[row], mode) for (kind, row, mode), count in kept.items())
         for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
     )
-    if any(mode == "full" for _, _, mode in kept):
-        total += memory.working
+    total += max((memory.needed(mode) for mode in {mode for _, _, mode in kept}), default=0)
     if 0 in chunks:
         total += memory.embedding
     if d.virtual_stages - 1 in chunks:

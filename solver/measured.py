@@ -81,7 +81,14 @@ def plan_of(run: Run, instance: Instance) -> Plan:
     if run.recompute == "full" and run.recompute_share < 1:
         block = max(round(max(stages) * run.recompute_share), 1)
     recompute: Any = run.recompute
-    plan = plan_from_degrees(instance, degrees, stages=stages, recompute=recompute, recompute_layers=block)
+    plan = plan_from_degrees(
+        instance,
+        degrees,
+        stages=stages,
+        recompute=recompute,
+        recompute_layers=block,
+        recompute_modules=run.recompute_modules,
+    )
     micro_batches = run.workload.global_batch / (degrees.micro_batch * degrees.dp)
     if micro_batches < 1:
         raise InputError(

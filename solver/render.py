@@ -374,10 +374,7 @@ def _stages(plan: Plan, evaluation: Evaluation) -> Table:
     table = Table(
         "stage", "layers", "chunks", "recompute", f"GB of {capacity:.1f}", title="stages", title_justify="left"
     )
-    keyed = [
-        (stage.layers, stage.chunks, f"{stage.recompute} {stage.recompute_layers or ''}".strip())
-        for stage in plan.stages
-    ]
+    keyed = [(stage.layers, stage.chunks, stage.recompute_words) for stage in plan.stages]
     start = 0
     for (layers, chunks, recompute), run in groupby(keyed):
         count = len(list(run))

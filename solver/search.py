@@ -436,7 +436,8 @@ class Search:
         """Above every step time of the candidate: all passes one after the other, everything recomputed."""
         c = self.tables.time(candidate.degrees, candidate.placement, candidate.schedule)
         units = [*self.instance.model.kind_indices, -2, -1]
-        passes = sum(c.forward[u] + c.backward[u] + max(c.full[u], c.selective[u]) for u in units)
+        again = [max(own) for own in zip(c.full, *map(c.of_set, range(len(self.tables.sets))), strict=True)]
+        passes = sum(c.forward[u] + c.backward[u] + again[u] for u in units)
         passes += 2 * candidate.degrees.virtual_stages * (max(c.sends) + max(c.lags))
         tails = sum(abs(c.tail_floor[u]) + abs(c.tail_overlap[u]) for u in units)
         return float(candidate.micro_batches * passes + tails + 2 * c.tied + c.overhead)
@@ -506,7 +507,9 @@ class Search:
         worth = self.worth(candidate)
         if worth.plain:
             return units, units
-        return units, int(worth.inner(units, candidate.layout, counts_of(plan, self.tables.kind_prefixes)))
+        return units, int(
+            worth.inner(units, candidate.layout, counts_of(plan, self.tables.kind_prefixes, self.tables.sets))
+        )
 
     def offer(self, plan: Plan, candidate: Candidate) -> int | None:
         """The inner value of an admitted plan, which becomes the incumbent if it is better; None if it is not admitted."""
@@ -647,7 +650,8 @@ class Search:
             for plan in plans_to_try(self.instance, candidate, split)
             if (found := self.inner(plan, candidate)) is not None and found[1] == best
         ]
-        first = min(equal, key=settled_key)
+        modes = self.splits.all_modes
+        first = min(equal, key=lambda plan: (*settled_key(plan), modes.index(plan.stages[0].mode)))
         self.incumbent = replace(incumbent, plan=first)
         return True
 

@@ -25,6 +25,7 @@ from shardwise.data.rules import free_chunks as without_even_chunks
 from shardwise.data.workload import Training
 from shardwise.formulations.bounds import least_memory_bytes
 from shardwise.formulations.candidates import divisors
+from shardwise.formulations.coefficients import searched_sets
 from shardwise.formulations.objective import OBJECTIVES, Objective
 from shardwise.formulations.room import Room
 from shardwise.solver.alternatives import alternatives, meet_others
@@ -356,7 +357,7 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
         "cp_comm_types": [name for name in rules.context if instance.limits.cp_comm_type in (None, name)],
         "max_vpp": rules.max_vpp,
         "max_micro_batch": rules.max_micro_batch,
-        "recompute": "one setting for all stages" if rules.uniform_recompute else "a setting per stage",
+        "recompute": _recompute_universe(instance),
         "stages": "any contiguous split; with vpp > 1 even chunks, the first and the last free"
         if rules.even_chunks
         else "any contiguous split",
@@ -365,6 +366,14 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
         else "any factoring over the levels",
         "limits": [*instance.limits.text, *([f"step time <= {longest_s:g} s"] if longest_s < math.inf else [])],
     }
+
+
+def _recompute_universe(instance: Instance) -> str:
+    """In words: how many settings, and what selective recompute may repeat where a limit says so."""
+    settings = "one setting for all stages" if instance.rules.uniform_recompute else "a setting per stage"
+    if instance.limits.recompute_modules is None:
+        return settings
+    return f"{settings}; selective repeats {' or '.join(searched_sets(instance))}"
 
 
 def limit_reasons(instance: Instance) -> list[str]:

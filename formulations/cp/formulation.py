@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
-from shardwise.data.plan import Stage
+from shardwise.data.plan import stage_in
 from shardwise.formulations.cp.memory_capacity import add_memory_capacity
 from shardwise.formulations.cp.objective import Value, add_value
 from shardwise.formulations.cp.pinned_layers import add_pinned_layers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.data.instance import Instance
-    from shardwise.data.plan import Plan, Recompute
+    from shardwise.data.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Formulation:
         for k, stage in enumerate(plan.stages):
             for i, layers in zip(option.chunks_of(k), stage.chunks, strict=True):
                 self.model.add(self.chunks.layers[i] == layers)
-                self.model.add(self.recompute.selective[i] == int(stage.recompute == "selective"))
+                for own, flags in zip(self.recompute.sets, self.recompute.selective, strict=True):
+                    self.model.add(flags[i] == int(stage.mode == own))
                 self.model.add(self.recompute.block[i] == stage.recompute_layers)
 
     def plan(self, value: Callable[[cp_model.IntVar], int]) -> Plan:
@@ -71,12 +72,13 @@ class Formulation:
             rows = self.options[chosen].chunks_of(k)
             sizes = tuple(value(self.chunks.layers[i]) for i in rows)
             mode, block = self._setting(value, rows[0])
-            stages.append(Stage(sizes, mode, block))
+            stages.append(stage_in(sizes, mode, block))
         return candidate.plan(tuple(stages))
 
-    def _setting(self, value: Callable[[cp_model.IntVar], int], chunk: int) -> tuple[Recompute, int]:
-        if value(self.recompute.selective[chunk]):
-            return "selective", 0
+    def _setting(self, value: Callable[[cp_model.IntVar], int], chunk: int) -> tuple[str, int]:
+        for own, flags in zip(self.recompute.sets, self.recompute.selective, strict=True):
+            if value(flags[chunk]):
+                return own, 0
         block = value(self.recompute.block[chunk])
         return ("full", block) if block else ("none", 0)
 

@@ -54,7 +54,10 @@ def add_value(
             inner = inner + sum(tails[: option.stages])
             for i in range(option.last_chunk + 1):
                 inner = inner + weighted(worth.full, recompute.full, i)
-                inner = inner + weighted(worth.selective, recompute.selected, i)
+                units = len(worth.full)
+                for index, own in enumerate(recompute.selected):
+                    again = worth.selective[index * units : (index + 1) * units]
+                    inner = inner + weighted(again, own, i)
             for k in range(option.stages):
                 for tail in (worth.tail_floor, worth.tail_overlap):
                     model.add(tails[k] >= on_stage(tail, option, chunks, k)).only_enforce_if(chosen)

@@ -1,9 +1,10 @@
-"""(G4) What is recomputed: per chunk nothing, the attention core of all layers, or all of the first `block` layers."""
+"""(G4) What is recomputed: per chunk nothing, a set of modules of all layers, or all of the first `block` layers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.formulations.coefficients import searched_sets
 from shardwise.formulations.cp.stages import at_position, kind_prefix
 from shardwise.formulations.cp.variables import Choice, Chunks, Option, RecomputeChoice
 
@@ -16,19 +17,23 @@ if TYPE_CHECKING:
 def add_recompute(
     model: cp_model.CpModel, instance: Instance, options: tuple[Option, ...], choice: Choice, chunks: Chunks
 ) -> RecomputeChoice:
-    """(G4): full_i = min(block_i, n_i); selective excludes full; one setting per stage, or one for all."""
+    """(G4): full_i = min(block_i, n_i); selective excludes full; one setting per stage, or one for all; one set of modules
+    at most."""
+    sets = searched_sets(instance)
     total, size, kinds = len(instance.model.layers), len(chunks), len(instance.model.kinds)
     wanted = instance.limits.recompute
     if instance.rules.uniform_recompute:
-        selective = (model.new_bool_var("selective"),) * size
+        selective = tuple((model.new_bool_var(f"selective[{own}]"),) * size for own in sets)
         block = (model.new_int_var(0, total, "block"),) * size
     else:
-        selective = tuple(model.new_bool_var(f"selective[{i}]") for i in range(size))
+        selective = tuple(tuple(model.new_bool_var(f"selective[{own}][{i}]") for i in range(size)) for own in sets)
         block = tuple(model.new_int_var(0, total, f"block[{i}]") for i in range(size))
-    for flag, layers in dict.fromkeys(zip(selective, block, strict=True)):
-        model.add(layers == 0).only_enforce_if(flag)
+    for *flags, layers in dict.fromkeys(zip(*selective, block, strict=True)):
+        model.add_at_most_one(flags)
+        for flag in flags:
+            model.add(layers == 0).only_enforce_if(flag)
         if wanted is not None:
-            model.add(flag == int(wanted == "selective"))
+            model.add(sum(flags) == int(wanted == "selective"))
             model.add(layers >= 1) if wanted == "full" else model.add(layers == 0)
     if wanted == "full":
         for layers, size_of in zip(block, chunks.layers, strict=True):
@@ -48,18 +53,21 @@ def add_recompute(
     full = [tuple(full_layers)]
     if kinds > 1:
         full = [_full_of_kind(model, instance, q, chunks, full_layers) for q in range(kinds)]
-    selected = [
-        tuple(_selected(model, flag, count, q, i) for i, (flag, count) in enumerate(zip(selective, row, strict=True)))
-        for q, row in enumerate(chunks.count)
-    ]
-    return RecomputeChoice(selective, block, tuple(full_layers), tuple(full), tuple(selected), tuple(any_full))
+    selected = tuple(
+        tuple(
+            tuple(_selected(model, flag, count, q, i) for i, (flag, count) in enumerate(zip(flags, row, strict=True)))
+            for q, row in enumerate(chunks.count)
+        )
+        for flags in selective
+    )
+    return RecomputeChoice(sets, selective, block, tuple(full_layers), tuple(full), selected, tuple(any_full))
 
 
 def _one_setting_per_stage(
     model: cp_model.CpModel,
     options: tuple[Option, ...],
     choice: Choice,
-    selective: tuple[cp_model.IntVar, ...],
+    selective: tuple[tuple[cp_model.IntVar, ...], ...],
     block: tuple[cp_model.IntVar, ...],
 ) -> None:
     """The chunks of one stage share its setting; chunks that the candidate does not have have none."""
@@ -68,11 +76,13 @@ def _one_setting_per_stage(
         for k in range(option.stages):
             first, *others = option.chunks_of(k)
             for i in others:
-                model.add(selective[i] == selective[first]).only_enforce_if(chosen)
+                for flags in selective:
+                    model.add(flags[i] == flags[first]).only_enforce_if(chosen)
                 model.add(block[i] == block[first]).only_enforce_if(chosen)
         for i in range(option.candidate.degrees.virtual_stages, len(block)):
             if not isinstance(block[i], int):
-                model.add(selective[i] == selective[0]).only_enforce_if(chosen)
+                for flags in selective:
+                    model.add(flags[i] == flags[0]).only_enforce_if(chosen)
                 model.add(block[i] == block[0]).only_enforce_if(chosen)
 
 

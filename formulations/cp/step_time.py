@@ -88,7 +88,7 @@ def _passes(option: Option, chunks: Chunks, recompute: RecomputeChoice, clock: C
         forward = weighted(time.forward, chunks.count, i) + sends[after] + sum(int(time.forward[u]) for u in edges)
         backward = (
             weighted(time.backward, chunks.count, i)
-            + weighted(time.selective, recompute.selected, i)
+            + sum(weighted(time.of_set(index), own, i) for index, own in enumerate(recompute.selected))
             + weighted(time.full, recompute.full, i)
             + sends[before]
             + sum(int(time.backward[u]) for u in edges)

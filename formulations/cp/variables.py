@@ -69,13 +69,17 @@ class Chunks:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Per chunk: selective or not, layers recomputed at the start, and counts per kind."""
+    """Per chunk: which set of modules is repeated if any, layers recomputed at the start, and counts per kind.
 
-    selective: tuple[cp_model.IntVar, ...]
+    `selective` and `selected` have a row for each set of `sets`.
+    """
+
+    sets: tuple[str, ...]
+    selective: tuple[tuple[cp_model.IntVar, ...], ...]
     block: tuple[cp_model.IntVar, ...]
     full_layers: tuple[cp_model.IntVar, ...]
     full: tuple[tuple[cp_model.IntVar, ...], ...]
-    selected: tuple[tuple[cp_model.IntVar, ...], ...]
+    selected: tuple[tuple[tuple[cp_model.IntVar, ...], ...], ...]
     any_full: tuple[cp_model.IntVar, ...]
 
 

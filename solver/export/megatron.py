@@ -201,7 +201,7 @@ def _stage_flags(model: Model, plan: Plan, mtp: int) -> list[str]:
             f"--recompute-num-layers {setting.recompute_layers}",
         ]
     elif setting.recompute == "selective":
-        flags += ["--recompute-granularity selective", "--recompute-modules core_attn"]
+        flags += ["--recompute-granularity selective", f"--recompute-modules {' '.join(setting.recompute_modules)}"]
     return flags
 
 

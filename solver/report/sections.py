@@ -230,12 +230,11 @@ def memory(plan: Plan, evaluation: Evaluation) -> Section:
     )
     rows = []
     for k, (stage, own) in enumerate(zip(evaluation.stages, plan.stages, strict=True)):
-        recompute = f"{own.recompute} {own.recompute_layers or ''}".strip()
         rows.append(
             (
                 number(k, f"stage {k}"),
                 number(own.layers, str(own.layers)),
-                Cell(recompute),
+                Cell(own.recompute_words),
                 *(
                     number(getattr(stage, name) / GB, f"{getattr(stage, name) / GB:.2f}", f"{name}_gb")
                     for name in names

@@ -57,7 +57,7 @@ NO_TIME = TimeCoefficients(
     sends=(0,) * 8, lags=(0,) * 8, tied=0, overhead=0,
 )  # fmt: skip
 NO_MEMORY = MemoryCoefficients(
-    state=(0, 0), activations=(ActivationBytes(0, 0, 0, 0),) * 2, embedding=0, head=0, fixed=0, working=0, capacity=0
+    state=(0, 0), activations=(ActivationBytes(0, 0, 0, (0,) * 7),) * 2, embedding=0, head=0, fixed=0, capacity=0
 )
 
 
@@ -130,7 +130,13 @@ class Group:
             picked.append(chosen)
         size = len(full)
         return RecomputeChoice(
-            (flag,) * size, (many,) * size, tuple(full), (tuple(full),), (tuple(picked),), tuple(some)
+            ("core_attn",),
+            ((flag,) * size,),
+            (many,) * size,
+            tuple(full),
+            (tuple(full),),
+            ((tuple(picked),),),
+            tuple(some),
         )
 
     def feasible(self) -> bool:
@@ -286,7 +292,7 @@ def test_recompute_admits_one_block_for_all_stages_and_counts_its_layers() -> No
     assert feasible
     assert [[solver.value(n) for n in row] for row in chosen.full] == [[2, 1], [0, 1]]
     assert [solver.value(n) for n in chosen.full_layers] == [2, 2]
-    assert [[solver.value(n) for n in row] for row in chosen.selected] == [[0, 0], [0, 0]]
+    assert [[solver.value(n) for n in row] for row in chosen.selected[0]] == [[0, 0], [0, 0]]
 
 
 def test_recompute_forbids_two_settings_where_the_pack_wants_one() -> None:
@@ -299,17 +305,17 @@ def test_recompute_forbids_two_settings_where_the_pack_wants_one() -> None:
 
 def test_recompute_forbids_selective_and_full_together() -> None:
     group, chosen = recompute("aaaa", (2, 2))
-    group.model.add(chosen.selective[0] == 1)
+    group.model.add(chosen.selective[0][0] == 1)
     group.model.add(chosen.block[0] == 1)
     assert not group.feasible()
 
 
 def test_selective_recompute_concerns_every_layer_of_the_chunk() -> None:
     group, chosen = recompute("abb", (2, 1))
-    group.model.add(chosen.selective[0] == 1)
+    group.model.add(chosen.selective[0][0] == 1)
     feasible, solver = group.solved()
     assert feasible
-    assert [[solver.value(n) for n in row] for row in chosen.selected] == [[1, 0], [1, 1]]
+    assert [[solver.value(n) for n in row] for row in chosen.selected[0]] == [[1, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(("block", "repeated"), [(1, (1, 1)), (2, (2, 1)), (3, (3, 1)), (4, (3, 1))])
@@ -334,7 +340,7 @@ def test_a_recompute_limit_leaves_one_setting(limit: str, selective: int, block:
     group, chosen = recompute("aa", (1, 1), limits=(f"recompute={limit}",))
     feasible, solver = group.solved()
     assert feasible
-    assert {solver.value(flag) for flag in chosen.selective} == {selective}
+    assert {solver.value(flag) for (flag, *_) in chosen.selective} == {selective}
     assert {solver.value(size) for size in chosen.block} == {block}
 
 
@@ -355,7 +361,7 @@ def fits(
     """Two stages, four micro-batches; MiB: state 10 a layer, kept 3 / 2 / 1 a layer and micro-batch, embedding 5,
     head 7, fixed 20, working 4."""
     memory = MemoryCoefficients(
-        state=(10,), activations=(ActivationBytes(3 * MIB, 2 * MIB, 1 * MIB, 3 * MIB),), embedding=5, head=7, fixed=20, working=4,
+        state=(10,), activations=(ActivationBytes(3 * MIB, 1 * MIB, 4 * MIB, (1 * MIB,) * 7),), embedding=5, head=7, fixed=20,
         capacity=capacity,
     )  # fmt: skip
     group = Group(instance_of("a" * sum(sizes)), (option_of(pp=2, vpp=vpp, micro_batches=4, memory=memory),))

@@ -24,10 +24,11 @@ from shardwise.data.instance import Instance
 from shardwise.data.limits import parse_limits
 from shardwise.data.model import Attention, LayerKind, Mamba, Mlp, Model, Moe, Tensor
 from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
-from shardwise.data.plan import Degrees, Placement, Plan, Recompute, Stage
+from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.profile import load_profile
-from shardwise.data.rules import capacity_faults, load_rules, mtp_faults, overlap_faults
+from shardwise.data.rules import capacity_faults, load_rules, module_faults, mtp_faults, overlap_faults
 from shardwise.data.workload import Training
+from shardwise.formulations.coefficients import searched_sets
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ MIB = 2**20
 MANY_BYTES = 2**45
 
 Splits = list[tuple[int, ...]]
-Settings = tuple[tuple[Recompute, int], ...]
+Settings = tuple[tuple[str, int], ...]
 
 
 def examples(few: int) -> settings:
@@ -228,6 +229,7 @@ LIMITS = (
     "free_nodes>=1", "free_nodes>=1", "free_nodes<=1", "stage[0]>=1", "stage[1]<=1", "stage[2]=1", "stage[3]>=2",
     "stage[0]=stage[2]", "stage[1]=stage[2]", "stage[0]=stage[4]",
 )  # fmt: skip
+MODULE_LIMITS = (None, None, None, "any", "any", "any", "mlp", "core_attn+mlp", "layernorm+moe_act", "moe")
 SHRINKING = (
     "vpp<=3", "cp_comm_type=p2p", "micro_batch<=2", "zero<=1", "cp<=2", "ep<=2", "zero=1", "cp=1", "ep=1", "etp=1",
     "dp_replicate=1", "pp<=4", "sequence_parallel=0", "dp<=4", "vpp<=2", "micro_batch=1", "pp<=3", "tp<=2", "vpp=1",
@@ -303,6 +305,9 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
+    modules = draw(st.sampled_from(MODULE_LIMITS))
+    if modules and not (modules != "any" and module_faults(load_rules(rules), model, modules.split("+"))):
+        limits.append(f"recompute_modules={modules}")
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
     def build(limits: list[str], memory_bytes: int, host_bytes: float = 2e15) -> Instance:
@@ -375,7 +380,7 @@ class Corner:
             for setting in recompute_settings(instance, stages):
                 yield Plan(
                     d,
-                    tuple(Stage(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
+                    tuple(stage_of(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
                     self.placement,
                     self.micro_batches,
                     schedule=self.schedule,
@@ -694,13 +699,28 @@ def recompute_settings(instance: Instance, stages: list[tuple[int, ...]]) -> Ite
         yield from itertools.product(*(_settings(instance, max(chunks)) for chunks in stages))
 
 
-def _settings(instance: Instance, largest: int) -> list[tuple[Recompute, int]]:
+def stage_of(chunks: tuple[int, ...], mode: str, block: int) -> Stage:
+    if mode == "none":
+        return Stage(chunks)
+    return Stage(chunks, "full", block) if mode == "full" else Stage(chunks, "selective", 0, tuple(mode.split("+")))
+
+
+def module_sets(instance: Instance) -> list[str]:
+    """What selective recompute may repeat, in the order of the search."""
+    wanted = instance.limits.recompute_modules
+    return list(searched_sets(instance)) if wanted == "any" else [wanted or "core_attn"]
+
+
+def _settings(instance: Instance, largest: int) -> list[tuple[str, int]]:
     """Block sizes up to the largest chunk; with recompute=full as a limit every layer must be repeated."""
     wanted = instance.limits.recompute
     least = max(largest, 1) if wanted == "full" else 1
-    every: list[tuple[Recompute, int]] = [("none", 0), ("selective", 0)]
-    every += [("full", block) for block in range(least, max(largest, 1) + 1)]
-    return [(mode, block) for mode, block in every if wanted in (None, mode)]
+    every = {
+        "none": [("none", 0)],
+        "selective": [(own, 0) for own in module_sets(instance)],
+        "full": [("full", block) for block in range(least, max(largest, 1) + 1)],
+    }
+    return [setting for name, settings in every.items() if wanted in (None, name) for setting in settings]
 
 
 def _count_settings(instance: Instance, stages: list[tuple[int, ...]]) -> int:
@@ -811,7 +831,7 @@ def admitted(instance: Instance, unit_s: float) -> list[Judged]:
 SCHEDULE_ORDER = ("1f1b", "eager-1f1b", "interleaved-1f1b", "gpipe", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 
 
-def documented_order(plan: Plan) -> tuple[object, ...]:
+def documented_order(plan: Plan, sets: list[str]) -> tuple[object, ...]:
     """The order among equal optima: `Candidate.tie_key`, then that of solver/close.py, in their words."""
     d, place = plan.degrees, plan.placement
     packing = [-place.factors(axis)[level] for level in range(len(place.tp)) for axis in ("tp", "cp", "dp", "pp")]
@@ -822,7 +842,7 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         elif stage.recompute == "selective":
             recomputed += stage.layers
         selective = int(stage.recompute == "selective")
-        per_stage.append((stage.recompute_layers, selective))
+        per_stage.append((stage.recompute_layers, "+".join(stage.recompute_modules)))
         size_of_settings += len(stage.chunks) * (stage.recompute_layers + selective)
     return (
         (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a", "a2a+p2p").index(d.cp_comm_type), d.cp_a2a),
@@ -837,5 +857,5 @@ def documented_order(plan: Plan) -> tuple[object, ...]:
         max(plan.chunk_layers),
         tuple(-n for n in plan.chunk_layers),
         tuple(block for block, _ in per_stage),
-        tuple(selective for _, selective in per_stage),
+        tuple(modules == own for own in reversed(sets) for _, modules in per_stage),
     )
