@@ -547,7 +547,7 @@ def least_memory(best: BestCase, grid: Grid) -> Floats:
     sizes, at_size = grid.sizes
     groups, at_group = grid.groups
     kept = np.array([best.kept_bytes(shape.sharding(size)) for size in sizes.tolist()])
-    own = replace(shape, sequence_parallel=False, cp_comm_type="p2p")  # states know neither
+    own = replace(shape, sequence_parallel=False, cp_comm_type="p2p", cp_a2a=1)  # states know neither
     states = np.array(
         [[best.states_bytes(own, dp, pp) if _divides(shape, dp) else 0.0 for dp in groups.tolist()] for pp in (1, 2)]
     )
