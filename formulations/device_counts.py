@@ -3,7 +3,7 @@
 (D1) Every byte of the states (M1) lies on some device, so N devices of C usable bytes, R of them in reserve, need
          N (C - R) >= P (weights + gradients + optimizer) bytes a parameter.
 (D2) N has no plan where every candidate of N devices fails (B1) or has no room, (R1) or (R2). It certainly has one
-     where a candidate with v = 1 has room (R1), nothing on the host, and a placement.
+     where a candidate with v = 1 has room (R1), nothing on the host, and a placement, and no layer is pinned.
 (D3) Of candidates that differ in the micro-batch alone the smallest needs least: with b times the size, GPipe and 1F1B,
      interleaved or not, have at least a b-th of the micro-batches in flight, and every other line grows with b.
 
@@ -101,6 +101,7 @@ class DeviceCounts:
         self.best_case = BestCase(tables, self.placements)
         self.room = Room(SplitSearch(tables.instance, tables))
         self.leanest: tuple[float, Degrees] | None = None
+        self._pinned = bool(tables.instance.limits.pinned or tables.instance.limits.together)
         self.excluded = 0
         """No plan has so many devices or fewer."""
 
@@ -149,7 +150,7 @@ class DeviceCounts:
                     break
                 if self.room.holds(candidate):
                     here = candidate.degrees.vpp == 1 and not candidate.degrees.offload_optimizer
-                    if here and self._placed(candidate.degrees):
+                    if here and not self._pinned and self._placed(candidate.degrees):
                         return True
                     found = False
         return found

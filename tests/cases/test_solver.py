@@ -105,7 +105,9 @@ def test_variables_are_named_after_what_they_decide_and_no_expression_is_in_a_na
     solved(name)
     for formulation in built:
         for variable in formulation.model.proto.variables:
-            assert variable.name == "" or re.fullmatch(r"[a-z_]+(\[\d+\])*", variable.name), variable.name
+            assert variable.name == "" or re.fullmatch(r"[a-z][a-z0-9_]*(\[[a-z0-9_+]+\])*", variable.name), (
+                variable.name
+            )
         assert any(variable.name for variable in formulation.model.proto.variables)
 
 

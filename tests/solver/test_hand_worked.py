@@ -74,8 +74,8 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
         (LayerTime(10 * MS, 20 * MS, 2 * MS, 10 * MS),), LayerTime(1 * MS, 2 * MS), LayerTime(3 * MS, 6 * MS)
     )
 
-    def rates(_instance: Any, _spans: Any, dp: int, _zero: int, _dp_replicate: int, *, each_pass: bool) -> SyncRates:
-        assert not each_pass
+    def rates(_instance: Any, _spans: Any, dp: int, _zero: int, _dp_replicate: int, **_how: Any) -> SyncRates:
+        assert not _how["each_pass"]
         return SyncRates(SYNC_S if dp > 1 else 0.0, OPTIMIZER_S)
 
     def hops(_instance: Any, degrees: Degrees, _placement: Any) -> tuple[float, ...]:

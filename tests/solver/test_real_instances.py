@@ -78,13 +78,13 @@ class CountedSplits(SplitSearch):
 
 @pytest.mark.parametrize(("model", "most_empty"), [("qwen3-30b-a3b", 20), ("nemotron-h-56b", 10), ("deepseek-v2", 40)])
 def test_layers_that_do_not_reach_the_end_are_told_without_a_dynamic_program(model: str, most_empty: int) -> None:
-    """(W2) tells nearly all of them: hundreds of candidates with one chunk a stage are tried."""
+    """(W2) tells nearly all of them: dozens of candidates with one chunk a stage are tried."""
     instance = build_instance(model, "dgx-h100:8", Training(4096, 512), limits=("vpp=1",))
     search = Search(instance)
     search.splits = counted = CountedSplits(instance, search.tables)
     assert Run(Statistics(), 1, 0, True, 0).whole(search)
     assert search.incumbent is not None
-    assert search.tally.counts["pruned_by_split_bound"] > 100
+    assert search.tally.counts["pruned_by_split_bound"] > 50
     assert counted.empty <= most_empty
 
 

@@ -87,7 +87,7 @@ def test_the_numbers_are_those_of_evaluate(solved: sw.Result, page: str) -> None
     for name in asdict(evaluation.stages[0]):
         assert values[f"{name}_gb"] == [getattr(stage, name) / GB for stage in evaluation.stages]
     assert values["total_gb"] == [stage.total / GB for stage in evaluation.stages]
-    for name, degree in asdict(solved.plan.degrees).items():
+    for name, degree in solved.plan.degrees.to_dict().items():
         if name != "cp_comm_type":
             assert values[name] == [int(degree)]
     assert solved.plan.degrees.cp_comm_type in "".join(Page(page).words)
