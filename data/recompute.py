@@ -35,8 +35,8 @@ def module_set(words: Iterable[str]) -> str:
 
 
 def modules_of(mode: str) -> tuple[str, ...]:
-    """The modules of a set."""
-    return tuple(mode.split("+"))
+    """The modules of a set; of the modes "none" and "full" none."""
+    return () if mode in ("none", "full") else tuple(mode.split("+"))
 
 
 def has_module(kind: LayerKind, module: str) -> bool:

@@ -232,8 +232,8 @@ def test_the_launch_command_names_the_modules() -> None:
 def test_modules_with_collectives_of_their_own_repeat_those() -> None:
     instance = instance_of(LATENT)
 
-    def calls(*modules: str) -> dict[str, int]:
-        plan = plan_of(instance, modules, ep=8, etp=1)
+    def calls(*modules: str, recompute: str = "selective") -> dict[str, int]:
+        plan = plan_of(instance, modules, recompute=recompute, ep=8, etp=1)
         assert evaluate(instance, plan).legal
         out: dict[str, int] = {}
         for crossing in crossings(instance, plan, 0):
@@ -242,7 +242,8 @@ def test_modules_with_collectives_of_their_own_repeat_those() -> None:
 
     layers, routed, micro_batches = 27, 26, 16
     core, mlp, shared, experts = (calls(module) for module in ("core_attn", "mlp", "shared_experts", "moe"))
-    assert calls("layernorm", "moe_act", "mla_up_proj") == core
+    assert calls("layernorm", "moe_act", "mla_up_proj") == calls(recompute="none") == core
+    assert calls(recompute="full")["ep"] == experts["ep"]
     each = 2 * micro_batches
     assert mlp["tp"] - core["tp"] == each * (layers - routed)
     assert shared["tp"] - core["tp"] == each * routed
