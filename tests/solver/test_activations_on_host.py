@@ -278,12 +278,33 @@ def test_megatron_gets_its_flags_and_the_plan_its_document() -> None:
     assert Training(**instance.workload.to_dict()) == instance.workload
 
 
+def invoked(*words: str) -> str:
+    done = CliRunner().invoke(app, [*words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def test_the_commands_take_it(tmp_path: Path) -> None:
-    common = ["llama-3.1-8b", "dgx-h100:1", "--seq-len", "4096", "--global-batch", "64"]
-    file = tmp_path / "plan.json"
-    run = CliRunner().invoke(app, ["evaluate", *common, "--tp", "4", "--offload-layers", "16", "-o", str(file)])
-    assert run.exit_code == 0, run.output
-    assert "offload_layers=16" in run.output
-    again = CliRunner().invoke(app, ["evaluate", "--plan", str(file)])
-    assert again.exit_code == 0, again.output
-    assert "offload_layers=16" in again.output
+    common = ("llama-3.1-8b", "dgx-h100:1", "--seq-len", "8192", "--global-batch", "64")
+    file, plain, page = (str(tmp_path / name) for name in ("plan.json", "plain.json", "page.html"))
+    evaluated = invoked("evaluate", *common, "--tp", "4", "--offload-layers", "16", "-o", file)
+    assert "offload_layers=16" in evaluated
+    assert invoked("evaluate", "--plan", file) == evaluated.replace(f"plan written to {file}\n", "")
+    invoked("evaluate", *common, "--tp", "4", "--offload-activations", "-o", plain)
+    assert "offload_layers" in invoked("compare", plain, file)
+    assert "step" in invoked("simulate", file)
+    invoked("report", file, "-o", page)
+    assert "first layers whose saved activations are on the host" in Path(page).read_text()
+    assert "--cpu-offloading-num-layers 16" in invoked("export", file, "--to", "megatron-core")
+
+
+def test_the_search_takes_it_on_the_command_line(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    said = ("llama-3.1-8b", "dgx-h100:1", "--seq-len", "65536", "--global-batch", "8", "--offload-activations", "-q")
+    held = ("--fix", "tp=8", "--fix", "micro_batch=1", "--fix", "pp=1", "--limit", "recompute=none")
+    shown = invoked("plan", "training", *said, *held, "--limit", "memory_gb<=40", "--top", "3", "-o", file)
+    document = json.loads(Path(file).read_text())
+    assert f"offload_layers={document['degrees']['offload_layers']}" in shown
+    assert document["instance"]["workload"]["offload_activations"] is True
+    jsonschema.validate(document, json.loads((DOCS / "plan.schema.json").read_text()))
+    invoked("evaluate", "--plan", file)
