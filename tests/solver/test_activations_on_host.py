@@ -31,6 +31,7 @@ from shardwise.solver.simulate import simulate
 from shardwise.solver.solve import build_instance, solve
 
 if TYPE_CHECKING:
+    from shardwise.data.cluster import Domain
     from shardwise.data.instance import Instance
 
 MIB = 2**20
@@ -47,6 +48,20 @@ def away(layers: int = 6, **more: Any) -> Instance:
 
 def plan_of(instance: Instance, layers: int, **sizes: Any) -> Plan:
     return plan_from_degrees(instance, degrees_from(instance, offload_layers=layers, **sizes))
+
+
+def linked(instance: Instance, bytes_per_s: float) -> Instance:
+    """With devices that read and write their host so fast."""
+    device, host = replace(instance.accelerator, host_link_bytes_per_s=bytes_per_s), instance.cluster.host
+    assert host is not None
+
+    def with_device(domain: Domain) -> Domain:
+        if not domain.children:
+            return replace(domain, accelerator=device)
+        return replace(domain, children=tuple(map(with_device, domain.children)))
+
+    host = replace(host, bandwidth_bytes_per_s=64 * bytes_per_s)
+    return replace(instance, cluster=replace(instance.cluster, root=with_device(instance.cluster.root), host=host))
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -70,11 +85,7 @@ def test_layers_keep_nothing_but_two_of_them_in_passing(layers: int) -> None:
 
 @pytest.mark.parametrize(("link", "shows"), [(1e15, False), (1e9, True)])
 def test_what_a_copy_takes_beyond_its_pass_shows(link: float, shows: bool) -> None:
-    instance = away()
-    device = replace(instance.accelerator, host_link_bytes_per_s=link)
-    host = replace(instance.cluster.host, bandwidth_bytes_per_s=8 * link)  # type: ignore[type-var]
-    cluster = replace(instance.cluster, root=replace(instance.cluster.root, accelerator=device), host=host)
-    instance = replace(instance, cluster=cluster)
+    instance = linked(away(), link)
     plain, there = (evaluate(instance, plan_of(instance, n, dp=4)) for n in (0, 4))
     plan = plan_of(instance, 0, dp=4)
     time = cost_tables(instance).time(plan.degrees, plan.placement)
@@ -99,7 +110,7 @@ def test_exhaustive_search_and_the_solver_agree(instance: Instance, prune: bool)
 
 
 def tight(
-    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, **workload: Any
+    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, link: float
 ) -> Instance:
     """The memory is what some plan with activations on the host needs, so that few plans without fit."""
     limits = ("pp<=2", "vpp=1", "micro_batch<=2", "cp<=2", "tp<=2", limit)
@@ -107,10 +118,11 @@ def tight(
     model = model_of([narrow, wide, wide, narrow, wide, wide], 1024, 32000, tied=False) if mixed else llama(6)
 
     def built(memory_bytes: int) -> Instance:
-        return instance_of(
+        instance = instance_of(
             model, sizes, (NVLINK, INFINIBAND)[: len(sizes)], rules=rules, limits=limits, memory_bytes=memory_bytes,
-            workload=Training(4096, batch, offload_activations=True, **workload),
+            workload=Training(4096, batch, offload_activations=True),
         )  # fmt: skip
+        return linked(instance, link)
 
     roomy = built(2**45)
     needs = sorted(max(evaluate(roomy, one).memory_mib) for one in plans(roomy) if one.degrees.offload_layers > 2)
@@ -125,15 +137,16 @@ TIGHT = (
     st.sampled_from(("recompute=none", "zero=1", "zero<=1")),
     st.sampled_from((0.0, 0.1, 0.3, 0.6)),
     st.booleans(),
+    st.sampled_from((32e9, 200e9, 1e12)),
 )
 
 
 @examples(25)
 @given(*TIGHT, st.booleans())
 def test_exhaustive_search_and_the_solver_agree_where_little_fits(
-    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, prune: bool
+    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, link: float, prune: bool
 ) -> None:
-    instance = tight(rules, sizes, batch, limit, rank, mixed)
+    instance = tight(rules, sizes, batch, limit, rank, mixed, link)
     result = solve(instance=instance, workers=1, prune=prune or len(sizes) > 1)
     agrees(instance, result, admitted(instance, result.report["unit_s"]))
 
@@ -141,9 +154,9 @@ def test_exhaustive_search_and_the_solver_agree_where_little_fits(
 @examples(8)
 @given(*TIGHT, st.sampled_from(("energy", "devices", "throughput-per-device")))
 def test_exhaustive_search_and_the_solver_agree_on_other_objectives(
-    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, objective: str
+    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, link: float, objective: str
 ) -> None:
-    instance = tight(rules, sizes, batch, limit, rank, mixed)
+    instance = tight(rules, sizes, batch, limit, rank, mixed, link)
     found = admitted(instance, 1.0)
     result = solve(instance=instance, workers=1, objective=objective)
     assert found
@@ -157,11 +170,11 @@ def test_exhaustive_search_and_the_solver_agree_on_other_objectives(
 @examples(10)
 @given(*TIGHT)
 def test_bounds_hold_for_every_plan_with_activations_on_the_host(
-    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool
+    rules: str, sizes: tuple[int, ...], batch: int, limit: str, rank: float, mixed: bool, link: float
 ) -> None:
     """(B1)-(B10): no admitted plan is in a row that memory excludes, or faster than its row's bounds; and (U6): each has a
     candidate of the search with no more layers away that is no slower."""
-    instance = tight(rules, sizes, batch, limit, rank, mixed)
+    instance = tight(rules, sizes, batch, limit, rank, mixed, link)
     search = Search(instance)
     least: dict[Degrees, float] = {}
     for one in admitted(instance, 1.0):
@@ -199,6 +212,17 @@ def test_one_device_trains_with_the_fewest_layers_away_that_fit(prune: bool) -> 
     assert solve(instance=small, workers=1, prune=prune).status == "INFEASIBLE"
     without = replace(away(12, sizes=(1,), limits=limits, memory_bytes=needs[5] * MIB), workload=Training(1024, 8))
     assert solve(instance=without, workers=1, prune=prune).status == "INFEASIBLE"
+
+
+def test_deep_models_keep_less_than_the_inputs_of_all_layers() -> None:
+    """(B1) counts no layer's input where the activations are away: eighty of them are more than two layers keep."""
+    roomy = away(80, sizes=(1,), limits=("recompute=none", "micro_batch=1"))
+    need = max(evaluate(roomy, plan_of(roomy, 79)).memory_mib)
+    instance = away(80, sizes=(1,), limits=roomy.limits.text, memory_bytes=need * MIB)
+    result = solve(instance=instance, workers=1)
+    assert result.status == "OPTIMAL"
+    assert result.plan is not None
+    assert result.plan.degrees.offload_layers == 79
 
 
 @pytest.mark.parametrize("prune", [True, False])
