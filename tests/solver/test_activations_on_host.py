@@ -214,15 +214,19 @@ def test_one_device_trains_with_the_fewest_layers_away_that_fit(prune: bool) -> 
     assert solve(instance=without, workers=1, prune=prune).status == "INFEASIBLE"
 
 
-def test_deep_models_keep_less_than_the_inputs_of_all_layers() -> None:
-    """(B1) counts no layer's input where the activations are away: eighty of them are more than two layers keep."""
-    roomy = away(80, sizes=(1,), limits=("recompute=none", "micro_batch=1"))
-    need = max(evaluate(roomy, plan_of(roomy, 79)).memory_mib)
-    instance = away(80, sizes=(1,), limits=roomy.limits.text, memory_bytes=need * MIB)
+def test_bounds_of_deep_models_count_neither_inputs_nor_recompute() -> None:
+    """(B1): the inputs of 200 layers are more than what two layers save. (B8): no room without recompute, and none is done."""
+    limits = ("recompute=none", "micro_batch=1")
+    roomy = linked(away(200, sizes=(1,), limits=limits), 1e13)
+    need = max(evaluate(roomy, plan_of(roomy, 199)).memory_mib)
+    instance = linked(away(200, sizes=(1,), limits=limits, memory_bytes=need * MIB), 1e13)
     result = solve(instance=instance, workers=1)
     assert result.status == "OPTIMAL"
     assert result.plan is not None
-    assert result.plan.degrees.offload_layers == 79
+    assert result.plan.degrees.offload_layers == 199
+    seconds, best = evaluate(instance, result.plan).step_time_s, Search(instance).best_case
+    held = [grid_bounds(best, grid, np.inf).min() for grid in enumerate_grids(instance) if grid.shape.offload_layers]
+    assert 0.9 * seconds < min(held) <= seconds
 
 
 @pytest.mark.parametrize("prune", [True, False])
