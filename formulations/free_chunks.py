@@ -51,7 +51,7 @@ NEIGHBOURS = 512
 NEAR = 0.01
 """(C5) Moves in a round, and how much slower than the best a split may be that the search goes on from."""
 BATCH = 64
-"""Splits timed at once: what fits into the cache."""
+"""Splits timed at once."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ Numbers = npt.NDArray[Any]
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 CLOSE = 1e-9
 """Periods of float times count as equal within this share of the period."""
-MOST_NUMBERS = 2**20
+MOST_NUMBERS = 2**22
 """Ends of passes that are held at once; more rows go in blocks."""
 
 
@@ -201,14 +201,14 @@ def pass_ends(graph: Graph, durations: Numbers, lags: Numbers) -> Numbers:
         L per link, shape (p,) or (p, rows); link p - 1 joins the last stage to the first.
     """
     tail = durations.shape[2:]
-    held = durations.reshape(-1, *tail)[graph.duration]
-    late = np.concatenate([lags, np.zeros((1, *tail), lags.dtype)])[graph.hop]
+    held = durations.reshape(-1, *tail)
+    late = np.concatenate([lags, np.zeros((1, *tail), lags.dtype)])
     ends = np.zeros((len(graph) + 1, *tail), dtype=np.result_type(durations, lags))
-    for a, b, before, source in graph.levels:
+    for a, b, before, source in graph.levels:  # level by level: what a whole step holds does not fit into the cache
         arrival = ends.take(source, axis=0)
-        arrival += late[a:b]
+        arrival += late.take(graph.hop[a:b], axis=0)
         np.maximum(arrival, ends.take(before, axis=0), out=arrival)
-        np.add(arrival, held[a:b], out=ends[a:b])
+        np.add(arrival, held.take(graph.duration[a:b], axis=0), out=ends[a:b])
     return ends[:-1]
 
 
