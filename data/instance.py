@@ -92,22 +92,24 @@ class Instance:
             raise InputError(faults)
 
     def _offload_faults(self) -> list[str]:
-        """What is missing where the host may have a share of the optimizer."""
-        share = self.workload.offload_optimizer
-        if not share:
+        """What is missing where the host may have a share of the optimizer, or saved activations."""
+        share, activations = self.workload.offload_optimizer, self.workload.offload_activations
+        if not share and not activations:
             return []
-        if self.rules.offload == "none":
+        if share and self.rules.offload == "none":
             return [f"workload.{fault}" for fault in offload_faults(self.rules, 1, self.workload.offload_shares[-1])]
-        faults = []
+        if activations and not self.rules.activations_to_host:
+            return [f"workload.offload_activations=true: {self.rules.name} has no saved activations on the host"]
+        faults, asked = [], f"offload_optimizer={share}" if share else "offload_activations=true"
         if self.workload.offload_param:
             faults += [f"workload.{fault}" for fault in offload_faults(self.rules, 3, 1.0, param=True)]
         if self.cluster.host is None:
             faults.append(
-                f"workload.offload_optimizer={share}: the host of cluster {self.cluster.name} is not known; state "
+                f"workload.{asked}: the host of cluster {self.cluster.name} is not known; state "
                 "host_memory_GB and host_memory_GBps in a cluster file (docs/clusters.md)"
             )
         faults += [
-            f"workload.offload_optimizer={share}: the link of {accelerator.name} to its host is not known; state "
+            f"workload.{asked}: the link of {accelerator.name} to its host is not known; state "
             "host_link_GBps under [[accelerators]] of a cluster file"
             for accelerator in self.cluster.accelerators
             if accelerator.host_link_bytes_per_s is None

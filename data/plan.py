@@ -59,6 +59,9 @@ class Degrees:
         The share of the optimizer, states and update, that the host has (0 to 1).
     offload_param
         Whether the host has the sharded weights too (DeepSpeed's `offload_param`).
+    offload_layers
+        The first so many layers leave their saved activations to the host between their two passes (Megatron's
+        `--cpu-offloading-num-layers`).
 
     Raises
     ------
@@ -82,6 +85,7 @@ class Degrees:
     cp_a2a: int = 1
     offload_optimizer: float = 0.0
     offload_param: bool = False
+    offload_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.etp == 0 and not isinstance(self.etp, bool):
@@ -102,6 +106,10 @@ class Degrees:
             for name in ("sequence_parallel", "offload_param")
             if not isinstance(getattr(self, name), bool)
         ]
+        if not _is_count(self.offload_layers, 0):
+            faults.append(
+                f"degrees.offload_layers={self.offload_layers!r} must be a whole number from 0 to {MAX_DEGREE}"
+            )
         share = self.offload_optimizer
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             faults.append(f"degrees.offload_optimizer={share!r} must be a share from 0 to 1")
@@ -124,6 +132,11 @@ class Degrees:
     def to_dict(self) -> dict[str, Any]:
         """Every degree, without offloading where there is none."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("offload") or value}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host holds anything of the plan."""
+        return bool(self.offload_optimizer or self.offload_layers)
 
     @property
     def devices(self) -> int:

@@ -71,6 +71,8 @@ class Rules:
     offload
         Where the host can have a share of the optimizer: "any" with any ZeRO stage, with the "distributed" optimizer (stage
         1), in "stages" 1 to 3, of which only 3 divides it, or in none.
+    activations_to_host
+        The first layers can leave their saved activations to the host.
     strict_dualpipe
         DualPipe-V takes neither tied embeddings nor context parallelism nor fewer layers than chunks.
     recompute_modules
@@ -106,6 +108,7 @@ class Rules:
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
     offload: Literal["none", "any", "distributed", "stages"] = "none"
+    activations_to_host: bool = False
     recompute_modules: tuple[str, ...] = (CORE,)
 
 
@@ -125,6 +128,7 @@ MEGATRON_CORE = Rules(
     mtp=True,
     capacity="any",
     offload="distributed",
+    activations_to_host=True,
     recompute_modules=MODULES,
 )
 TORCHTITAN = Rules(
@@ -191,6 +195,7 @@ MINDSPEED = replace(
     ulysses_kv="any",
     transformer_engine=False,
     tp_overlap=False,
+    activations_to_host=False,
     strict_dualpipe=True,
 )
 FREE = Rules(
@@ -211,6 +216,7 @@ FREE = Rules(
     mtp=True,
     capacity="any",
     offload="any",
+    activations_to_host=True,
     tp_overlap=True,
     recompute_modules=MODULES,
 )
@@ -588,6 +594,19 @@ def offload_faults(rules: Rules, zero: int, share: float, param: bool = False) -
     return faults
 
 
+def activations_faults(rules: Rules, layers: int, pp: int, offload_layers: int, recomputed: bool = False) -> list[str]:
+    """Which plans can leave saved activations to the host (transformer_config.py, `cpu_offloading`: fewer layers than there
+    are, no pipeline, no recompute; transformer_block.py: Transformer Engine alone)."""
+    if not offload_layers:
+        return []
+    said = f"offload_layers={offload_layers}"
+    if not rules.activations_to_host:
+        return [f"{said}: {rules.name} has no saved activations on the host"]
+    faults = [] if offload_layers < layers else [f"{said} must be less than layers={layers}"]
+    faults += [f"{said} needs pp=1, not pp={pp}"] if pp > 1 else []
+    return faults + ([f"{said} needs recompute=none"] if recomputed else [])
+
+
 def _share_faults(rules: Rules, zero: int, share: float) -> list[str]:
     if not share or rules.offload == "any":
         return []
@@ -677,6 +696,8 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     faults += offload_faults(rules, d.zero, d.offload_optimizer, d.offload_param)
     if d.offload_param and d.pp > 1:
         faults.append(f"offload_param=true needs pp=1, not pp={d.pp}: in a pipeline weights stay gathered")
+    recomputed = any(stage.recompute != "none" for stage in plan.stages)
+    faults += activations_faults(rules, len(model.layers), d.pp, d.offload_layers, recomputed)
     faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan)
     faults += rank_faults(rules, plan.placement)

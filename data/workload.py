@@ -66,6 +66,7 @@ class Training:
     `offload_optimizer` is the share of the optimizer that a plan may leave to the host, its states in the host's memory and
     its update on the host's processors; "auto" leaves the share to the plan (`OFFLOAD_STEPS`). A plan may always leave none.
     With `offload_param` one that leaves all of it may keep its weights there too, from where every pass fetches them.
+    With `offload_activations` a plan without a pipeline may leave the saved activations of its first layers there.
     `tp_overlap` says whether matrix products and the collectives of tensor parallelism beside them overlap, piece by piece;
     None, as in the runs that the profile was fitted to.
 
@@ -92,6 +93,7 @@ class Training:
     pad_experts: bool = False
     offload_optimizer: float | Literal["auto"] = 0.0
     offload_param: bool = False
+    offload_activations: bool = False
     tp_overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Training:
             )
         faults += [
             f"workload.{name}={getattr(self, name)!r} must be true or false"
-            for name in ("fused_norm", "fp32_gradients", "pad_experts", "offload_param")
+            for name in ("fused_norm", "fp32_gradients", "pad_experts", "offload_param", "offload_activations")
             if not isinstance(getattr(self, name), bool)
         ]
         if not (self.tp_overlap is None or isinstance(self.tp_overlap, bool)):
@@ -194,6 +196,7 @@ class Training:
         unused += ["expert_capacity", "pad_experts"] if self.expert_capacity is None else []
         unused += [] if self.offload_optimizer else ["offload_optimizer"]
         unused += [] if self.offload_param else ["offload_param"]
+        unused += [] if self.offload_activations else ["offload_activations"]
         unused += ["tp_overlap"] if self.tp_overlap is None else []
         return {name: value for name, value in asdict(self).items() if name not in unused}
 

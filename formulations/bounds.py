@@ -5,7 +5,8 @@ placement of every group assumed, m micro-batches, p stages, v chunks a stage, L
 
 (B1) memory: all stages together hold every layer's states and at least one micro-batch of fully recomputed activations,
      so  sum of those + p * fixed <= p * capacity, or the candidate has no plan. The host holds all that (U1) gives it of
-     all layers: it has no more than p times the share of a device either.
+     all layers: it has no more than p times the share of a device either. Where activations leave for the host (U5) two
+     layers' worth of them counts instead of all, and nothing is said of recompute (B6)-(B10): a pass takes no less.
 (B2) work, v = 1, a schedule that drains (1F1B, eager 1F1B, GPipe): the path through stage k takes sum_{j<k} t_j + m t_k,
      t_j the time that stage j works on one micro-batch, transfers it waits for included, so any convex combination of
      the p paths bounds the step. The one that weights all stages alike has weight c = 1 / (1 - (1 - 1/m)^p) and gives
@@ -58,6 +59,7 @@ from shardwise.formulations.coefficients import ShardTimes
 from shardwise.formulations.layer_costs import Groups, common_terms, context_by_kind, with_context
 from shardwise.formulations.memory import (
     MIB,
+    ON_HOST,
     KindParams,
     end_units,
     head_activations_bytes,
@@ -174,9 +176,12 @@ class BestCase:
         again = self.tables.selective_s(sharding, self.groups(sharding), (modules,))
         return float(sum(n * own for n, own in zip(self.tables.kind_counts.tolist(), again, strict=False)))
 
-    def kept_bytes(self, sharding: Sharding) -> float:
-        """(B1) Fully recomputed activations of one micro-batch, those of the head with them, remembered."""
+    def kept_bytes(self, sharding: Sharding, *, away: bool = False) -> float:
+        """(B1) Fully recomputed activations of one micro-batch, those of the head with them, remembered; `away` as in (U5)."""
         key = replace(sharding, ep=min(sharding.ep, 2))
+        if away:
+            held = max(kept.needed(ON_HOST) for kept in self.tables.activations(key))
+            return held + head_activations_bytes(self.tables.instance, key)
         if key not in self.kept:
             per_kind = [min(a.full, a.none) for a in self.tables.activations(key)]  # no set of modules keeps less
             head = head_activations_bytes(self.tables.instance, key)
@@ -343,7 +348,7 @@ def grid_bounds(best: BestCase, grid: Grid, within_s: Floats | float | None) -> 
     if within_s is not None:
         # what recompute adds takes long to tell, and matters only where the rest leaves the row
         left = np.nonzero((lower + profile.step_overhead_s) * SAFETY <= within_s)[0]
-        if len(left):
+        if len(left) and not shape.offload_layers:
             repeated = _repeated(best, grid.rows(left), last_chunk[left]) * scale[left]
             lower[left] = np.maximum(lower[left], worked(left, repeated))
     return np.asarray((lower + profile.step_overhead_s) * SAFETY)
@@ -546,8 +551,9 @@ def least_memory(best: BestCase, grid: Grid) -> Floats:
     instance, shape = best.tables.instance, grid.shape
     sizes, at_size = grid.sizes
     groups, at_group = grid.groups
-    kept = np.array([best.kept_bytes(shape.sharding(size)) for size in sizes.tolist()])
-    own = replace(shape, sequence_parallel=False, cp_comm_type="p2p", cp_a2a=1)  # states know neither
+    away = shape.offload_layers > 0
+    kept = np.array([best.kept_bytes(shape.sharding(size), away=away) for size in sizes.tolist()])
+    own = replace(shape, sequence_parallel=False, cp_comm_type="p2p", cp_a2a=1, offload_layers=0)  # states know neither
     states = np.array(
         [[best.states_bytes(own, dp, pp) if _divides(shape, dp) else 0.0 for dp in groups.tolist()] for pp in (1, 2)]
     )

@@ -7,7 +7,9 @@
      over the pack's stages with the replicas and pipelines that it allows them, 2 and 3 only where cp dp > 1 or the host
      has the weights, which takes no pipeline; sequence
      parallelism is on or off for tp > 1 where tp divides the sequence length, or what cp leaves of it. The host has a
-     share of the optimizer that the workload and the pack allow, or none. The schedule is one of the pack's that the
+     share of the optimizer that the workload and the pack allow, or none. Activations of the first layers may be
+     there where p = 1 and nothing is recomputed, of as few as fit, and none where all fits without (offload, U6). The
+     schedule is one of the pack's that the
      pipeline, the micro-batches (data/pipeline.py) and the pack's own conditions can run.
 (N2) devices = tp cp pp dp is at most those of the cluster. All of it within the user's limits.
 (N3) A placement factors each of tp, cp, pp, dp over the levels of the cluster so that the product at each level does
@@ -85,6 +87,8 @@ class GridShape:
     cp_a2a: int
     offload_optimizer: float = 0.0
     offload_param: bool = False
+    offload_layers: int = 0
+    """0, or the most; each candidate has the fewest that fit (U6)."""
 
     def sharding(self, micro_batch: int) -> Sharding:
         """What the layers of a candidate of this shape see."""
@@ -109,6 +113,7 @@ class GridShape:
             cp_a2a=self.cp_a2a,
             offload_optimizer=self.offload_optimizer,
             offload_param=self.offload_param,
+            offload_layers=self.offload_layers,
         )
 
 
@@ -180,16 +185,16 @@ class Candidate:
 
     @cached_property
     def tie_key(self) -> tuple[float, ...]:
-        """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as
-        `CP_COMM_TYPES` lists them, smaller exchanges in a hierarchy, fewer chunks, schedules as `SCHEDULES` does, smaller
-        micro-batches, ZeRO-1 before 0, 2 and 3, less of the optimizer on the host, sequence parallelism before none, experts
-        spread less, fewer replicas, then the placement that packs the inner levels fullest with the faster axes."""
+        """Fewer devices, then a shorter pipeline, less tensor and context parallelism, its algorithms as `CP_COMM_TYPES`
+        lists them, smaller exchanges in a hierarchy, fewer chunks, schedules as `SCHEDULES` does, smaller micro-batches,
+        ZeRO-1 before 0, 2 and 3, less of the optimizer and of activations on the host, sequence parallelism before none,
+        experts spread less, fewer replicas, then the placement that packs the inner levels fullest with the faster axes."""
         d, p = self.degrees, self.placement
         packing = tuple(-factor for level in zip(p.tp, p.cp, p.dp, p.pp, strict=True) for factor in level)
         return (
             d.devices, d.pp, d.tp, d.cp, CP_COMM_TYPES.index(d.cp_comm_type), d.cp_a2a, d.vpp,
             SCHEDULES.index(self.schedule), d.micro_batch, ZERO_ORDER.index(d.zero), d.offload_optimizer,
-            int(d.offload_param), -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
+            int(d.offload_param), d.offload_layers, -int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate,
             *(-block for block in p.blocks), *packing, int(p.rank_order == "tp-pp-dp"),
         )  # fmt: skip
 
@@ -250,16 +255,14 @@ def _grids(
             if ep * etp != tp:
                 legal &= tp * cp * dp % (ep * etp) == 0
             legal &= _sharded(instance, zero, tp, cp, pp, dp)
-            for share, param in offloads(instance, zero):
-                chosen = legal
-                if param:
-                    chosen = legal & (pp == 1)
-                elif zero >= 2:
-                    chosen = legal & (cp * dp > 1)
+            for (share, param), away in product(offloads(instance, zero), most_offload_layers(instance, schedule)):
+                chosen = legal & (pp == 1) if param or away else legal
+                if zero >= 2 and not param:
+                    chosen = chosen & (cp * dp > 1)
                 if chosen.any():
                     rows = columns if chosen.all() else tuple(column[chosen] for column in columns)
                     for algorithm in algorithms:
-                        own = (zero, schedule, *algorithm, share, param)
+                        own = (zero, schedule, *algorithm, share, param, away)
                         yield Grid(GridShape(tp, cp, ep, etp, sequence_parallel, *own), *rows)
 
 
@@ -269,6 +272,13 @@ def offloads(instance: Instance, zero: int) -> list[tuple[float, bool]]:
     workload, rules = instance.workload, instance.rules
     every = product(workload.offload_shares, (False, True) if workload.offload_param else (False,))
     return [(share, param) for share, param in every if not offload_faults(rules, zero, share, param)]
+
+
+def most_offload_layers(instance: Instance, schedule: str) -> list[int]:
+    """None, and where candidates may leave the activations of some layers to the host, all but one."""
+    most = len(instance.model.layers) - 1
+    allowed = instance.workload.offload_activations and instance.limits.recompute in (None, "none")
+    return [0, most] if allowed and schedule == "1f1b" and most else [0]
 
 
 def _sequence_parallel_faults(instance: Instance, tp: int, cp: int, sequence_parallel: bool) -> list[str]:

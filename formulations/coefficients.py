@@ -5,6 +5,9 @@
      down to a multiple of the instance's time unit; nothing is rounded after that, so a path that is the sum of n
      rounded terms is at most as long as the same path in seconds, and less than n units shorter.
 (F2) Memory coefficients are the lines of `memory`, each rounded up to MiB.
+     What leaves for the host (U5) is the same for every plan of a candidate, which has one stage: `fixed` has less for it,
+     and a mode of recompute frees nothing, since none is legal beside. Likewise what shows of its copies is a part of the
+     embedding's passes, after the tails.
 (F3) Sets of modules: with the modules of the pack that drop something, sorted by the time that each adds for a byte that it
      drops on one device with one sequence, the first, the first two, ... all of them, and the attention core alone. A module
      that holds others takes their place.
@@ -37,6 +40,7 @@ from shardwise.formulations.layer_costs import (
 from shardwise.formulations.layer_time import LayerTime, exposed, layer_time, modules_time_s, weight_gradient_s
 from shardwise.formulations.memory import (
     MIB,
+    ON_HOST,
     ActivationBytes,
     KindParams,
     end_units,
@@ -49,7 +53,7 @@ from shardwise.formulations.memory import (
     tied_copy,
     transfer_buffer_bytes,
 )
-from shardwise.formulations.offload import host_capacity_bytes
+from shardwise.formulations.offload import host_capacity_bytes, host_copy_s
 from shardwise.formulations.step_time import (
     SyncRates,
     exchange_time_s,
@@ -131,7 +135,7 @@ class TimeCoefficients:
 @dataclass(frozen=True)
 class MemoryCoefficients:
     """(F2) MiB per layer and stage; activations per layer depend on the micro-batches in flight. `host` is (U1) per kind, with
-    the embedding and the head behind them, of which a device has `host_capacity` (U2)."""
+    the embedding and the head behind them; a device has `host_capacity` (U2), less what (U5) takes of it."""
 
     state: tuple[int, ...]
     activations: tuple[ActivationBytes, ...]
@@ -154,6 +158,11 @@ class MemoryCoefficients:
     def working(self) -> int:
         """`needed` of full recompute."""
         return self.needed("full")
+
+    def of_all_layers(self, counts: list[int]) -> int:
+        """MiB of p = 1, one micro-batch in flight and nothing repeated, with `counts` layers of each kind."""
+        layers = sum(n * (self.state[kind] + self.kept(kind, 1, "none")) for kind, n in enumerate(counts))
+        return self.fixed + layers + self.embedding + self.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +322,10 @@ class CostTables:
             units.append(_scaled(self._sharded(degrees, placement, size, time, end=end), scale))
             tails.append(self._tails(dense, expert, size, units[-1]))
         weights = [weight_gradient_s(own, profile) * scale for own in (*terms.kinds, terms.embedding, terms.head)]
+        if degrees.offload_layers:
+            waits = self.copies_s(degrees, placement)
+            first = units[-2]
+            units[-2] = replace(first, forward_s=first.forward_s + waits[0], backward_s=first.backward_s + waits[1])
         hops = hop_times_s(instance, degrees, placement)
         tied = tied_sync_s(instance, degrees, placement, ends[0].dense) if apart else 0.0
         return TimeCoefficients(
@@ -331,6 +344,38 @@ class CostTables:
             tied=tied,
             overhead=profile.step_overhead_s,
         )
+
+    def copies_s(self, degrees: Degrees, placement: Placement) -> tuple[float, float]:
+        """(U5) Seconds that the copies of saved activations add to the forward and the backward pass of a micro-batch."""
+        bare = self.time(replace(degrees, offload_layers=0), placement)
+        forward = backward = 0.0
+        counts = self.kind_prefixes[degrees.offload_layers].tolist()
+        for count, size, f, b in zip(counts, self._saved_bytes(degrees), bare.forward, bare.backward, strict=False):
+            copied = size * host_copy_s(self.instance)
+            forward += count * max(0.0, copied - f)
+            backward += count * max(0.0, copied - b)
+        return forward, backward
+
+    def _saved_bytes(self, degrees: Degrees) -> list[float]:
+        """(U5) What a layer of each kind sends to the host."""
+        held = 1 + self.instance.profile.memory_fragmentation
+        return [kept.none / held for kept in self.activations(sharding_of(degrees))]
+
+    def host_activations_bytes(self, degrees: Degrees) -> float:
+        """(U5) Saved activations of one device on its host."""
+        counts = self.kind_prefixes[degrees.offload_layers].tolist()
+        return float(sum(count * size for count, size in zip(counts, self._saved_bytes(degrees), strict=False)))
+
+    def least_offload(self, degrees: Degrees) -> int | None:
+        """(U6) The fewest layers whose activations have to leave for p = 1 to fit the device; None where all but one are too
+        few."""
+        plain, kinds = self.memory(replace(degrees, offload_layers=0), "1f1b"), self.instance.model.kind_indices
+        over = plain.of_all_layers(self.kind_counts.tolist()) - plain.capacity
+        if over <= 0:
+            return 0
+        kept = np.array([plain.kept(kind, 1, "none") for kind in range(len(plain.state))])
+        enough = np.cumsum(kept[list(kinds[:-1])]) >= over + plain.needed(ON_HOST)
+        return int(enough.argmax()) + 1 if enough.any() else None
 
     def group_rates(self, degrees: Degrees, placement: Placement, schedule: str = "") -> tuple[SyncRates, SyncRates]:
         """(T4) of dense parameters, over dp and cp together, and of experts, over the ranks that hold the same ones;
@@ -377,13 +422,15 @@ class CostTables:
         sharding = sharding_of(degrees)
         shard = degrees.cp * degrees.dp_shard if degrees.zero else 1
         apart = tied_copy(self.instance, degrees.pp, schedule)
-        offload = degrees.offload_optimizer, degrees.offload_param
+        offload = degrees.offload_optimizer, degrees.offload_param, degrees.offload_layers
         key = (sharding, shard, degrees.expert_dp_shard, degrees.zero, degrees.pp > 1, apart, offload)
         if key not in self._memory:
             self._memory[key] = self._memory_coefficients(degrees, apart=apart)
         return self._memory[key]
 
     def _memory_coefficients(self, degrees: Degrees, *, apart: bool) -> MemoryCoefficients:
+        if degrees.offload_layers:
+            return self._with_activations_away(degrees, self.memory(replace(degrees, offload_layers=0), "1f1b"))
         instance, tp = self.instance, degrees.tp
         sharding = sharding_of(degrees)
         activations = self.activations(sharding)
@@ -401,6 +448,20 @@ class CostTables:
             capacity=self.capacity_mib,
             host=tuple(mib_up(own.host) for own in held),
             host_capacity=self.host_capacity_mib if degrees.offload_optimizer else 0,
+        )
+
+    def _with_activations_away(self, degrees: Degrees, plain: MemoryCoefficients) -> MemoryCoefficients:
+        """(U5) of a candidate, from what it takes with nothing away."""
+        counts = self.kind_prefixes[degrees.offload_layers].tolist()
+        away = sum(count * plain.kept(kind, 1, "none") for kind, count in enumerate(counts[:-2]))
+        nothing_freed = tuple(
+            replace(kept, full=kept.none, working=0.0, dropped=(0.0,) * len(kept.dropped)) for kept in plain.activations
+        )
+        return replace(
+            plain,
+            activations=nothing_freed,
+            fixed=plain.fixed + plain.needed(ON_HOST) - away,
+            host_capacity=self.host_capacity_mib - mib_up(self.host_activations_bytes(degrees)),
         )
 
     @cached_property

@@ -149,7 +149,7 @@ class DeviceCounts:
                 if found is False and candidate.degrees.vpp > 1:
                     break
                 if self.room.holds(candidate):
-                    here = candidate.degrees.vpp == 1 and not candidate.degrees.offload_optimizer
+                    here = candidate.degrees.vpp == 1 and not candidate.degrees.on_host
                     if here and not self._pinned and self._placed(candidate.degrees):
                         return True
                     found = False

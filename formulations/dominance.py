@@ -6,7 +6,7 @@ the optimizer on the host that a smaller one makes pointless.
      stage of the same split then keeps no more memory, as (M6) and copied key/value heads count for the others alone,
      is no later at any pass, and what a shorter pass hides less of the gradient sync, `dp_comm_overlap` times the
      difference, its end gains back at least once. So the step is no longer, and its compute, its communication and with
-     them its energy are no more.
+     them its energy are no more. Where copies of activations (U5) make up for a shorter pass nothing is said.
 (D2) A pass takes (D^q + H^q)^(1/q), D the device's time and H the host's (layer_time, J3), so with D_ring <= D_other
      the ring's is no longer where H_ring^q - H_other^q <= D_other^q - D_ring^q. The right side grows with all that D
      has in common: it is enough to ask at the fastest place of every other group, for every place of this one. The
@@ -57,24 +57,26 @@ def needless_offload(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     ]
     for row in np.nonzero(grid.pp == 1)[0].tolist():
         degrees = grid.degrees(row)
-        out[row] = any(_fits_plainly(tables, replace(degrees, offload_optimizer=share)) for share in smaller)
+        out[row] = any(
+            _fits_plainly(tables, replace(degrees, offload_optimizer=share, offload_layers=0)) for share in smaller
+        )
     return out
 
 
 def _fits_plainly(tables: CostTables, degrees: Degrees) -> bool:
     """Whether all layers fit on one stage with nothing repeated, which has one micro-batch in flight."""
     memory = tables.memory(degrees, "1f1b")
-    layers = sum(
-        int(count) * (memory.state[kind] + memory.kept(kind, 1, "none"))
-        for kind, count in enumerate(tables.kind_counts)
-    )
-    return memory.fixed + layers + memory.embedding + memory.head <= memory.capacity
+    return memory.of_all_layers(tables.kind_counts.tolist()) <= memory.capacity
 
 
 def dominated(best: BestCase, grid: Grid) -> npt.NDArray[np.bool_]:
     """(D1) Which rows of a grid have one by a ring that is at least as good, before it in the tie order, and legal."""
     shape, instance = grid.shape, best.tables.instance
-    if shape.cp_comm_type == "p2p" or ("p2p", 1) not in context_algorithms(instance, shape.tp, shape.cp):
+    if (
+        shape.cp_comm_type == "p2p"
+        or shape.offload_layers
+        or ("p2p", 1) not in context_algorithms(instance, shape.tp, shape.cp)
+    ):
         return np.zeros(len(grid), dtype=bool)
     sizes, at = grid.sizes
     return np.array([ring_wins(best, shape.sharding(int(size))) for size in sizes], dtype=bool)[at]

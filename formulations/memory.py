@@ -46,7 +46,7 @@ those that hold the same ones), `u = t` under sequence parallelism and 1 otherwi
      stage, which holds a copy of the embedding in a pipeline, tied or not; with one micro-batch of logits as in (M4), and of
      its layer's activations and the 4 h values that enter its matrix and its norms.
 (M11) of the optimizer states a device keeps the share that the host does not (offload, U1); of weights that the host has
-     (U4) only what (M6) gathers, on a single rank too.
+     (U4) only what (M6) gathers, on a single rank too. What layers save may be on the host as well (U5).
 
 Every line is rounded up to MiB where it enters a formulation, and capacity down, so that a plan found to fit does fit.
 """
@@ -89,6 +89,8 @@ CORE_KEPT_BYTES = {"unfused": 5.0, "eager": 6.0}
 PASSING_BYTES = {"unfused": 6.0, "eager": 12.0}
 """Gradients of the S x S matrices that the backward pass holds for a moment: three of 16 bits, or of 32 bits."""
 NARROW_PEAKS = ("fp8", "fp4")
+ON_HOST = "on-host"
+"""(U5) Beside the modes of `Stage.mode`: what a layer saved is on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,9 @@ class ActivationBytes:
     dropped: tuple[float, ...]
 
     def kept(self, mode: str) -> float:
-        """What it keeps in a mode of `Stage.mode`."""
+        """What it keeps in a mode of `Stage.mode`, or `ON_HOST`."""
+        if mode == ON_HOST:
+            return 0.0
         if mode == "none":
             return self.none
         if mode == "full":
@@ -164,7 +168,9 @@ class ActivationBytes:
         return max(self.none - sum(self.dropped[MODULES.index(module)] for module in modules_of(mode)), self.full)
 
     def needed(self, mode: str) -> float:
-        """What it needs while it is repeated."""
+        """What it needs while it is repeated, or (U5) copied."""
+        if mode == ON_HOST:
+            return 2 * self.none
         if mode == "none":
             return 0.0
         if mode == "full":

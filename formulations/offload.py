@@ -1,4 +1,4 @@
-"""What the host of a node does for the optimizer of its devices: bytes it holds, and seconds that the devices wait.
+"""What the host of a node does for its devices: bytes it holds, and seconds that the devices wait.
 
 With s the share of the optimizer on the host (`Degrees.offload_optimizer`), and per parameter that a device owns:
 
@@ -18,6 +18,17 @@ With s the share of the optimizer on the host (`Degrees.offload_optimizer`), and
 (U4) with `Degrees.offload_param` the host holds the 2 bytes of every weight that ZeRO-3 shards too, frozen ones as they are
      held, and the device none of them beside the layers that it gathers (M6). Each gather of a unit (J5) fetches this device's
      shard from the host first, bytes / L, with every forward and every backward pass; both are hidden as gathers are.
+
+(U5) with N = `Degrees.offload_layers` (p = 1, nothing recomputed, so one micro-batch at a time) the activations that (M2)
+     keeps for the first N layers lie on the host between their two passes. The device holds two layers' worth of the kind
+     that keeps most in their place: what one pass made is copied while the next computes, and comes back likewise
+     (Transformer Engine cpu_offload.py, double buffering). The host holds those of all N, without what the device's
+     allocator adds (M5). A pass of such a layer takes no less than its copy, bytes / L: max(0, bytes / L - pass) shows,
+     forward and backward.
+(U6) N + 1 layers take no less time and leave no more on the device than N >= 1 do, and leave the host more: every term of
+     (U5) is added for each layer, and none is negative. Of the plans of a candidate that differ in N alone the one with
+     the least N that fits the device is therefore the best, none where it fits without; where it does not fit the host,
+     no other does.
 
 e = HOST_ADAM_EFFICIENCY is pinned to the optimizer that DeepSpeed wrote for this, in Ren et al., arXiv 2101.06840, table 4: 0.22,
 1.03 and 2.57 s for 1, 4 and 10 billion parameters on a DGX-2, whose two sockets of six channels of DDR4-2666 have 256 GB/s

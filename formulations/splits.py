@@ -141,6 +141,10 @@ class SplitSearch:
             tuple((mode,) for mode in modes) if instance.rules.uniform_recompute else (modes,)
         )
 
+    def modes_of(self, candidate: Candidate) -> tuple[Modes, ...]:
+        """Those that the stages of a candidate may have, `mode_sets` but for (U5)."""
+        return (("none",),) if candidate.degrees.offload_layers else self.mode_sets
+
     def prefix(self, per_kind: tuple[float, ...]) -> Ints:
         """Sums over the first 0, 1, ... L layers."""
         out = np.zeros(self.layers + 1, dtype=np.int64)
@@ -165,7 +169,8 @@ class SplitSearch:
             return _by_bound(self._stage_choices(candidate, time, memory, limit, modes), limit)
 
         return _opened_late(
-            [(self._least(candidate, time, modes), partial(of_modes, modes)) for modes in self.mode_sets], limit
+            [(self._least(candidate, time, modes), partial(of_modes, modes)) for modes in self.modes_of(candidate)],
+            limit,
         )
 
     def _least(self, candidate: Candidate, time: TimeCoefficients, modes: Modes) -> int:

@@ -311,6 +311,10 @@ def evaluate_command(
             "--recompute-modules", help=f"With --recompute selective, default {CORE}: {', '.join(MODULES)}, by commas."
         ),
     ] = None,
+    offload_layers: Annotated[
+        int | None,
+        typer.Option("--offload-layers", help="First layers whose saved activations are on the host, default 0."),
+    ] = None,
     rank_order: Annotated[str | None, typer.Option("--rank-order", help="tp-dp-pp (default) or tp-pp-dp.")] = None,
     fix: FixOption = None,
     limit: LimitOption = None,
@@ -330,6 +334,7 @@ def evaluate_command(
     degrees = given(
         tp=tp, pp=pp, dp=dp, vpp=vpp, micro_batch=micro_batch, zero=zero, sequence_parallel=sequence_parallel,
         cp=cp, ep=ep, etp=etp, dp_replicate=dp_replicate, cp_comm_type=cp_comm_type, cp_a2a=cp_a2a,
+        offload_layers=offload_layers,
     )  # fmt: skip
     shape = given(
         stages=stages,
@@ -343,6 +348,8 @@ def evaluate_command(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in {**degrees, **shape})
         raise InputError(f"--plan says all of the plan: leave out {options}")
     workload = given(seq_len=seq_len, global_batch=global_batch) | details
+    if offload_layers:
+        workload.setdefault("offload_activations", True)
     if plan is None and workload.get("offload_optimizer") == "auto":
         raise InputError("--offload-optimizer auto: a plan made of degrees has one share; give a number from 0 to 1")
     packs = given(rules=rules, profile=profile)

@@ -93,6 +93,13 @@ def workload_options(
             help="A plan may leave its ZeRO-3 weights to the host too; needs --offload-optimizer.",
         ),
     ] = None,
+    offload_activations: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-activations/--no-offload-activations",
+            help="A plan without a pipeline may leave the saved activations of its first layers to the host.",
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """What the options say of the workload beyond its sizes, as fields of it; what was left out is left out here."""
     said = {
@@ -104,6 +111,7 @@ def workload_options(
         "expert_capacity": expert_capacity, "pad_experts": pad_experts,
         "tp_overlap": tp_overlap,
         "offload_optimizer": share_or_word(offload_optimizer), "offload_param": offload_param,
+        "offload_activations": offload_activations,
     }  # fmt: skip
     return {name: value for name, value in said.items() if value is not None}
 

@@ -31,7 +31,7 @@ DIGITS = {"s": ".4f", "GB": ".3f", "MJ": ".4g", "J": ".4g"}
 """How quantities of a unit are written; others are whole numbers."""
 DEGREES = (
     "tp", "sequence_parallel", "cp", "cp_comm_type", "cp_a2a", "ep", "etp", "pp", "vpp", "dp", "dp_replicate", "zero",
-    "offload_optimizer", "offload_param", "micro_batch",
+    "offload_optimizer", "offload_param", "offload_layers", "micro_batch",
 )  # fmt: skip
 PARTS = ("schedule", "stages", "recompute", "placement", "micro_batches")
 ORDER = (*DEGREES, *PARTS)

@@ -40,6 +40,7 @@ from shardwise.formulations.layer_costs import (
 )
 from shardwise.formulations.memory import (
     GRADIENT_BYTES,
+    ON_HOST,
     WEIGHT_BYTES,
     KindParams,
     end_units,
@@ -130,7 +131,8 @@ def _layers(instance: Instance, plan: Plan, stage: int) -> Iterator[_Call]:
     first = 1 if instance.workload.frozen else 2  # a frozen embedding has no backward pass
     outputs = first * chunks.count(0) + 2 * chunks.count(d.virtual_stages - 1)  # of the embedding and the head
     for (kind_index, _, mode), layers in Counter(kept_layers(cost_tables(instance), plan, stage)).items():
-        kind, again, modules = model.kinds[kind_index], mode == "full", modules_of(mode)
+        again, modules = mode == "full", () if mode == ON_HOST else modules_of(mode)
+        kind = model.kinds[kind_index]
         outputs += layers * (
             row_outputs(kind, sharding.spread) * (3 if again else 2) + _outputs_again(kind, sharding, modules)
         )

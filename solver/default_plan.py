@@ -38,6 +38,7 @@ def degrees_from(
     cp_a2a: int = 1,
     offload_optimizer: float | None = None,
     offload_param: bool | None = None,
+    offload_layers: int = 0,
 ) -> Degrees:
     """Degrees with what is not given filled in, as the rule pack has it.
 
@@ -84,7 +85,7 @@ def degrees_from(
             offload_optimizer = 0.0 if allowed == "auto" else float(allowed)
         return Degrees(
             tp, pp, dp, vpp, micro_batch, zero, sequence_parallel, cp, ep, etp, dp_replicate, cp_comm_type, cp_a2a,
-            offload_optimizer, instance.workload.offload_param if offload_param is None else offload_param,
+            offload_optimizer, instance.workload.offload_param if offload_param is None else offload_param, offload_layers,
         )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error).split("; ")) from None

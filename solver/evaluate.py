@@ -7,7 +7,7 @@ their constraints. The step time is that of the timeline of the schedule, pass b
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,14 @@ from shardwise.formulations.layer_costs import packed_keys, sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
+    ON_HOST,
     KindParams,
     StateBytes,
     end_units,
     gather_buffer_bytes,
     head_activations_bytes,
     kind_params_on_device,
+    mib_up,
     state_bytes,
     tied_copy,
     transfer_buffer_bytes,
@@ -76,8 +78,8 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """(U1), (U2) What the host holds for one device of each stage, in bytes, and in the MiB of the verdict; `devices` share a
-    node's host."""
+    """(U1), (U2), (U5) What the host holds for one device of each stage, in bytes, and in the MiB of the verdict; `devices`
+    share a node's host."""
 
     stages: tuple[float, ...]
     stage_mib: tuple[int, ...]
@@ -100,7 +102,8 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class TimeParts:
-    """Where the step goes, in seconds, on the busiest stage; `fill_and_drain` is what it waits for other stages."""
+    """Where the step goes, in seconds, on the busiest stage; `fill_and_drain` is what it waits for other stages, `transfers`
+    are those between stages, and (U5) of activations to and from the host."""
 
     compute: float
     tensor_parallel: float
@@ -127,7 +130,7 @@ class Evaluation:
 
     `parts` are those of the busiest stage, the one that waits least; `bubble` is the share of the step that each stage
     waits for others. `nodes` are those that the plan uses, `price_usd_per_hour` is that of one accelerator. `host` is None
-    where the host has no share of the optimizer.
+    where the host holds nothing of the plan.
     """
 
     step_time_s: float
@@ -409,6 +412,16 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
         )
     if plan.degrees.offload_param and not instance.workload.offload_param:
         faults.append("plan.degrees.offload_param=true, which the workload's offload_param does not allow")
+    if plan.degrees.offload_layers and not instance.workload.offload_activations:
+        faults.append(
+            f"plan.degrees.offload_layers={plan.degrees.offload_layers}, which the workload's offload_activations does not "
+            "allow"
+        )
+    if plan.degrees.offload_layers > len(instance.model.layers):
+        faults.append(
+            f"plan.degrees.offload_layers={plan.degrees.offload_layers} is more than the model's "
+            f"{len(instance.model.layers)} layers"
+        )
     if plan.schedule == "dualpipe" and plan.degrees.pp % 2:
         faults.append(f"schedule=dualpipe needs an even pp, not {plan.degrees.pp}")
     if len(plan.placement.blocks) != len(instance.levels):
@@ -518,6 +531,7 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
     scale = m * straggling(instance, d.devices)
     causes = dict.fromkeys(("compute", "tensor_parallel", "context_parallel", "expert_parallel", "weight_gather"), 0.0)
     host = work = 0.0
+    waits = sum(tables.copies_s(d, plan.placement)) if d.offload_layers else 0.0
     recompute = m * float(full @ c.full + selective @ c.selective)
     for unit, (term, time) in enumerate(
         zip((*terms.kinds, terms.embedding, terms.head), (*times.kinds, times.embedding, times.head), strict=True)
@@ -529,8 +543,9 @@ def _time_parts(tables: CostTables, plan: Plan, timed: TimedPlan) -> TimeParts:
             causes[name] += value
         passes = layers * scale * time.both_s
         host += max(passes - sum(spent.values()), 0.0)  # below 0 by rounding alone
-        causes["weight_gather"] += max(busy - passes, 0.0)
-        work += busy
+        away = m * waits if unit == len(own) - 2 and stage == 0 else 0.0
+        causes["weight_gather"] += max(busy - away - passes, 0.0)
+        work += busy - away
     optimizer, tail = optimizer_s(tables, plan, stage), float(timed.passes.tails[stage])
     return TimeParts(
         **causes,
@@ -564,11 +579,14 @@ def stage_params(tables: CostTables, plan: Plan, stage: int) -> KindParams:
 
 
 def kept_layers(tables: CostTables, plan: Plan, stage: int) -> list[tuple[int, int, str]]:
-    """(kind, chunk row, mode of `Stage.mode`) of every layer of a stage."""
+    """(kind, chunk row, mode of `Stage.mode` or `ON_HOST`) of every layer of a stage."""
     instance, setting = tables.instance, plan.stages[stage]
     cuts, out = plan.cuts, []
     for row, chunk in enumerate(plan.layout.chunks_of(stage)):
         for position in range(cuts[chunk + 1] - cuts[chunk]):
+            if cuts[chunk] + position < plan.degrees.offload_layers:
+                out.append((instance.model.kind_indices[cuts[chunk] + position], row, ON_HOST))
+                continue
             repeated = setting.recompute != "full" or position < setting.recompute_layers
             mode = setting.mode if repeated else "none"
             out.append((instance.model.kind_indices[cuts[chunk] + position], row, mode))
@@ -613,23 +631,25 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
 
 
 def _host_memory(tables: CostTables, plan: Plan) -> HostMemory | None:
-    """(U1), (U2) of a plan; the MiB count every layer rounded up (F2)."""
-    if not plan.degrees.offload_optimizer:
+    """(U1), (U2), (U5) of a plan; the MiB count every layer rounded up (F2)."""
+    if not plan.degrees.on_host:
         return None
     instance, stages = tables.instance, range(plan.degrees.pp)
-    memory = tables.memory(plan.degrees, plan.schedule)
+    memory = tables.memory(replace(plan.degrees, offload_layers=0), plan.schedule)
     counts = counts_of(plan, tables.kind_prefixes, tables.sets).every
+    away = tables.host_activations_bytes(plan.degrees)
+    states = [counts[list(plan.layout.slots_of(k))].sum(axis=0) @ np.array(memory.host) for k in stages]
     return HostMemory(
-        tuple(state_bytes(instance, stage_params(tables, plan, k), plan.degrees).host for k in stages),
-        tuple(int((counts[list(plan.layout.slots_of(k))].sum(axis=0) * np.array(memory.host)).sum()) for k in stages),
-        memory.host_capacity,
+        tuple(state_bytes(instance, stage_params(tables, plan, k), plan.degrees).host + away for k in stages),
+        tuple(int(own) + mib_up(away) for own in states),
+        tables.host_capacity_mib,
         max(leaf.devices for leaf in instance.cluster.leaves),
     )
 
 
 def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     """(F2) The same in whole MiB, each line of each layer rounded up, as the verdict takes it."""
-    d, memory = plan.degrees, tables.memory(plan.degrees, plan.schedule)
+    d, memory = plan.degrees, tables.memory(replace(plan.degrees, offload_layers=0), plan.schedule)
     chunks = plan.layout.chunks_of(stage)
     kept = Counter(kept_layers(tables, plan, stage))
     total = memory.fixed + sum(count * memory.state[kind] for (kind, _, _), count in kept.items())

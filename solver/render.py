@@ -350,6 +350,7 @@ def words_of_degrees(d: Degrees) -> str:
         ("dp_replicate", d.dp_replicate, 1),
         ("offload_optimizer", f"{d.offload_optimizer:g}", "0"),
         ("offload_param", int(d.offload_param), 0),
+        ("offload_layers", d.offload_layers, 0),
     ]
     more = "".join(f"{name}={value} " for name, value, usual in others if value != usual)
     return f"tp={d.tp}{sequence} pp={d.pp} vpp={d.vpp} dp={d.dp} {more}micro_batch={d.micro_batch} zero={d.zero}"

@@ -57,6 +57,7 @@ LEFT_OUT = {
     "devices": "the constants of the profile do not change how many devices a plan takes",
 }
 """Objectives without (Q2), and why."""
+ACTIVATIONS_AWAY = "copies of saved activations hide behind passes, which the tables of (Q2) do not follow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ def robustness(
     """(Q1)-(Q5) of plans of one instance, the best first."""
     if objective in LEFT_OUT:
         return Robustness(draws=draws, seed=seed, spread=spread, reason=LEFT_OUT[objective])
+    if any(plan.degrees.offload_layers for plan in plans):
+        return Robustness(draws=draws, seed=seed, spread=spread, reason=ACTIVATIONS_AWAY)
     if len(plans) == 1:
         return Robustness((1.0,), (0.0,), 0, draws, seed, spread)
     constants = drawn_constants(tables.instance.profile, draws, spread, seed)

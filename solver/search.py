@@ -452,12 +452,20 @@ class Search:
         self.offer(old.plan, old.candidate)
 
     def candidates(self, grid: Grid, row: int) -> list[Candidate]:
-        """The candidates of one row: one per placement and number of replicas."""
+        """The candidates of one row: one per placement and number of replicas; with (U6) those that need the host."""
         degrees, schedule = grid.degrees(row), grid.shape.schedule
-        return [
+        every = [
             Candidate(replace(degrees, dp_replicate=count), placement, int(grid.micro_batches[row]), schedule)
             for placement in self.placements.of(degrees)
             for count in self.placements.replicates(degrees, placement)
+        ]
+        if not degrees.offload_layers:
+            return every
+        least = [self.tables.least_offload(candidate.degrees) for candidate in every]
+        return [
+            replace(candidate, degrees=replace(candidate.degrees, offload_layers=layers))
+            for candidate, layers in zip(every, least, strict=True)
+            if layers
         ]
 
     def time(self, candidate: Candidate) -> TimeCoefficients:

@@ -344,6 +344,7 @@ def universe(instance: Instance, longest_s: float = math.inf) -> dict[str, Any]:
     rules, workload = instance.rules, instance.workload
     hosts: dict[str, Any] = {"offload_optimizer": list(workload.offload_shares)} if workload.offload_optimizer else {}
     hosts |= {"offload_param": True} if workload.offload_param else {}
+    hosts |= {"offload_activations": True} if workload.offload_activations else {}
     return {
         "model": instance.model.name,
         "layers": len(instance.model.layers),

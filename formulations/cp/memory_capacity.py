@@ -31,7 +31,7 @@ def add_memory_capacity(
         chosen, memory, d = choice.uses(c), option.memory, option.candidate.degrees
         kinds = range(len(memory.state))
         for k in range(option.stages):
-            if d.offload_optimizer:
+            if d.on_host:
                 model.add(on_stage(memory.host, option, chunks, k) <= memory.host_capacity).only_enforce_if(chosen)
             rows = option.chunks_of(k)
             for i in rows:

@@ -18,7 +18,7 @@ def add_recompute(
     model: cp_model.CpModel, instance: Instance, options: tuple[Option, ...], choice: Choice, chunks: Chunks
 ) -> RecomputeChoice:
     """(G4): full_i = min(block_i, n_i); selective excludes full; one setting per stage, or one for all; one set of modules
-    at most."""
+    at most; none beside activations on the host, which takes one chunk."""
     sets = searched_sets(instance)
     total, size, kinds = len(instance.model.layers), len(chunks), len(instance.model.kinds)
     wanted = instance.limits.recompute
@@ -38,6 +38,10 @@ def add_recompute(
     if wanted == "full":
         for layers, size_of in zip(block, chunks.layers, strict=True):
             model.add(layers >= size_of)
+    for c, option in enumerate(options):
+        if option.candidate.degrees.offload_layers:  # U5
+            for variable in (block[0], *(own[0] for own in selective)):
+                model.add(variable == 0).only_enforce_if(choice.uses(c))
     if not instance.rules.uniform_recompute:
         _one_setting_per_stage(model, options, choice, selective, block)
 

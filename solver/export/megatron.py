@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardwise.data.instance import Instance
-    from shardwise.data.plan import Plan
+    from shardwise.data.plan import Degrees, Plan
     from shardwise.data.workload import Training
 
 VOCAB_MULTIPLE = 128
@@ -93,7 +93,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
         *_stage_flags(model, plan, instance.workload.mtp_layers),
         *_run_flags(instance, plan),
         *_capacity_flags(instance.workload),
-        *_offload_flags(plan.degrees.offload_optimizer),
+        *_offload_flags(plan.degrees),
         *_shape_flags(model),
     ]
 
@@ -277,11 +277,12 @@ def _capacity_flags(workload: Training) -> list[str]:
     return [f"--moe-expert-capacity-factor {workload.expert_capacity}", *padded]
 
 
-def _offload_flags(share: float) -> list[str]:
-    """(U1); arguments.py wants the precision-aware optimizer with it, whose states are in fp32 unless more is said."""
-    if not share:
-        return []
-    return ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share}", "--use-precision-aware-optimizer"]
+def _offload_flags(degrees: Degrees) -> list[str]:
+    """(U1); arguments.py wants the precision-aware optimizer with it, whose states are in fp32 unless more is said. (U5)."""
+    share, layers, flags = degrees.offload_optimizer, degrees.offload_layers, []
+    if share:
+        flags = ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share}", "--use-precision-aware-optimizer"]
+    return [*flags, *(["--cpu-offloading", f"--cpu-offloading-num-layers {layers}"] if layers else [])]
 
 
 def _model_faults(model: Model) -> list[str]:

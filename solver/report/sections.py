@@ -66,6 +66,7 @@ MEANING = {
     "sequence_parallel": "activations between the split layers split too",
     "offload_optimizer": "share of the optimizer on the host",
     "offload_param": "sharded weights on the host",
+    "offload_layers": "first layers whose saved activations are on the host",
 }
 
 

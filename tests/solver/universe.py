@@ -300,6 +300,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
         and not capacity_faults(load_rules(name), model, workload)
         and (not workload.offload_optimizer or name not in ("torchtitan", "accelerate"))
         and (not workload.offload_param or name in ("deepspeed", "free"))
+        and (not workload.offload_activations or name in ("megatron-core", "free"))
         and not overlap_faults(load_rules(name), workload)
     ]
     rules = draw(st.sampled_from(packs)) + draw(st.sampled_from(("", "", "+free-chunks")))
@@ -378,6 +379,8 @@ class Corner:
                 continue
             stages = chunks_by_stage(chunks, d.pp, self.schedule)
             for setting in recompute_settings(instance, stages):
+                if d.offload_layers and any(mode != "none" for mode, _ in setting):
+                    continue
                 yield Plan(
                     d,
                     tuple(stage_of(own, mode, block) for own, (mode, block) in zip(stages, setting, strict=True)),
@@ -522,7 +525,14 @@ def legal_degrees(instance: Instance) -> Iterator[tuple[Degrees, int]]:
                     for share, param in on_the_host(instance, zero):
                         if may_shard(instance, zero, tp, cp, pp, dp, param=param):
                             own = replace(degrees, offload_optimizer=share, offload_param=param)
-                            yield own, batch // (micro_batch * dp)
+                            for away in layers_away(instance, pp):
+                                yield replace(own, offload_layers=away), batch // (micro_batch * dp)
+
+
+def layers_away(instance: Instance, pp: int) -> range:
+    """The rows of docs/rules.md on saved activations: of any layers but the last, without a pipeline."""
+    may = instance.workload.offload_activations and pp == 1 and pack_of(instance) in ("megatron-core", "free")
+    return range(len(instance.model.layers) if may else 1)
 
 
 def shards_sequence(instance: Instance, tp: int, cp: int) -> bool:
@@ -847,7 +857,7 @@ def documented_order(plan: Plan, sets: list[str]) -> tuple[object, ...]:
     return (
         (d.devices, d.pp, d.tp, d.cp, ("p2p", "allgather", "a2a", "a2a+p2p").index(d.cp_comm_type), d.cp_a2a),
         (d.vpp, SCHEDULE_ORDER.index(plan.schedule)),
-        (d.micro_batch, (1, 0, 2, 3).index(d.zero), d.offload_optimizer, d.offload_param),
+        (d.micro_batch, (1, 0, 2, 3).index(d.zero), d.offload_optimizer, d.offload_param, d.offload_layers),
         (-int(d.sequence_parallel), d.ep, d.etp, d.dp_replicate),
         tuple(-block for block in place.blocks),
         tuple(packing),
