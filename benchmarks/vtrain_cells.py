@@ -1,6 +1,6 @@
-"""How well any smooth cost model could rank the single-node runs of vTrain.
+"""What the single-node runs of vTrain are made of, and how a smooth function of it ranks them.
 
-    python benchmarks/ranking_floor.py [--rows data/measured/training_calibration.csv]
+    python benchmarks/vtrain_cells.py [--rows data/measured/training_calibration.csv]
 
 (S1) On one node and without a pipeline a step of these rows is m (L c + e) + L s_d + r_d: m micro-batches of L layers,
      c and e set by the hidden size h, tp = t and the micro-batch b alone, s_d and r_d also by dp = d. Printed is what is left
@@ -10,7 +10,7 @@
      it, as long as the function says: all else is known exactly.
 (S3) The regret of choosing by these times, over the sweeps of `shardwise validate`, beside that of the cost model.
 
-What no function of (S2) ranks, no cost model does that is not told each cell.
+This is no bound on what a cost model can do: ours, which knows kernels, ranks better than the quadratic.
 """
 
 from __future__ import annotations
