@@ -143,29 +143,25 @@ def sync_rates(
             rate = bandwidth_time_per_byte(accelerator, "all_reduce", outer, bucket)
             communication += reduce_bytes * rate / shard
     owned = shard if zero >= 1 else 1
-    rate = memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, offload), launches=0) / 1e9
     crowded = communication * crowding(dp_spans)
-    found = SyncRates(communication + profile.sync_contention * crowded, rate / owned, frozen, crowded)
+    contended = communication + profile.sync_contention * crowded
+    found = SyncRates(contended, _update_s(instance, offload) / owned, frozen, crowded)
     if not offload:
         return found
     copied, updated = (offload * seconds / owned for seconds in host_rates_s(instance))
     return replace(found, copied_s=copied, host_s=updated)
 
 
-def _updated_bytes(instance: Instance, offload: float) -> float:
-    """What the device touches of a parameter that it owns: before the optimizer, and in what the host does not have of it."""
+def _update_s(instance: Instance, offload: float) -> float:
+    """Seconds on the device per parameter that it owns: before the optimizer, and in what the host does not have of it."""
     updated = GRADIENT_BYTES + 2 * OPTIMIZER_STATE_BYTES[instance.workload.optimizer] + WEIGHT_BYTES
-    return GRADIENT_PASS_BYTES + (1 - offload) * updated
+    moved = GRADIENT_PASS_BYTES + (1 - offload) * updated
+    return memory_bound_time_s(instance.accelerator, 1e9 * moved, launches=0) / 1e9
 
 
 def offload_is_slower(instance: Instance) -> bool:
     """Whether the host takes longer over a parameter than the device would."""
-    accelerator = instance.accelerator
-    here, there = (
-        memory_bound_time_s(accelerator, 1e9 * _updated_bytes(instance, share), launches=0) / 1e9
-        for share in (0.0, 1.0)
-    )
-    return sum(host_rates_s(instance)) >= here - there
+    return sum(host_rates_s(instance)) >= _update_s(instance, 0.0) - _update_s(instance, 1.0)
 
 
 def crowding(spans: Spans) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardwise.data.profile import load_profile
 from shardwise.data.workload import Training
 from shardwise.formulations.splits import SplitSearch
 from shardwise.solver.close import Statistics
@@ -219,3 +220,21 @@ def test_a_time_limit_returns_a_bound_that_is_not_above_the_optimum() -> None:
         assert result.status in ("UNKNOWN", "FEASIBLE", "OPTIMAL")
         if result.bound is not None:
             assert result.bound <= optimum.value
+
+
+def test_pruning_keeps_the_optimum_where_sync_contends_across_many_nodes() -> None:
+    """The clusters of the exhaustive cross-check have too few nodes for (T4) to grow."""
+    values = []
+    for contention, prune in ((2.0, True), (2.0, False), (0.0, True)):
+        profile = replace(load_profile("megatron-core"), sync_contention=contention)
+        instance = build_instance(
+            "llama-3.1-8b", "dgx-h100:32", Training(4096, 256),
+            limits=("devices=256", "tp>=4", "tp<=8", "pp<=4", "vpp=1", "micro_batch=1", "zero<=1", "cp=1"),
+        )  # fmt: skip
+        result = solve(instance=replace(instance, profile=profile), prune=prune, workers=1)
+        assert result.status == "OPTIMAL"
+        assert result.value is not None
+        values.append(result.value)
+    contended, without_pruning, quiet = values
+    assert contended == pytest.approx(without_pruning, rel=1e-6)
+    assert contended > quiet
