@@ -14,7 +14,8 @@ last no longer than a `limit`.
      and on no other chunk. The chunks of the stages before it end where its own start, so a split is a way through p + 1
      layers of nodes (end of each run of chunks so far; where each run began), and the step is at least the largest of
      the p costs on the way (`stage_graph`). Here whole layers count: a way is a split, not a mean of splits.
-(C4) the ways within T in (C3), and within T in (C1), are counted as they grow stage by stage. Where they are few, all of
+(C4) the ways on which none of many paths is longer than T are counted as they grow stage by stage (`ways`). Unlike a mean
+     of paths, which is one for all splits, the path that drops a way depends on what it holds. Where few are left, all of
      them go through the timeline (P4): no plan of the candidate is below  min(T + 1, the least of them).
 (C5) good splits: the relaxation says what every chunk should take, and of the splits that differ least from that, in sums
      of squares, the fastest is near the best. Local search moves runs of neighbouring cuts by one layer, each split with
@@ -109,7 +110,11 @@ class FreeChunks:
         """(C1) The least length of a mean path, and the cuts that have it; infinite, and none, where no split is within
         the limit."""
         least, cuts = self._cheapest(lambda chunk: self.through(path, chunk))
-        return least + float((path.weights[:, [0, -1]] * self.ends).sum()) + path.constant, cuts
+        return least + self.fixed(path), cuts
+
+    def fixed(self, path: MeanPath) -> float:
+        """(C1) What a path takes whatever the split: its constant, embedding and head."""
+        return float((path.weights[:, [0, -1]] * self.ends).sum()) + path.constant
 
     def nearest(self, sums: Floats) -> Ints | None:
         """(C5) The cuts whose chunks take nearest to what they take in `sums`; none where no split is within the limit."""

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.pipeline import SPLIT
 from shardwise.formulations.free_chunks import MeanPath
-from shardwise.formulations.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
-from shardwise.formulations.timeline import mixed_paths, preferred
+from shardwise.formulations.mean_paths import followed, longest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Answer = TypeVar("Answer")
 
-MOST_PASSES = 200_000
-"""Passes of a step up to which paths are followed through all of it."""
 FIRST_TURNS = 30
 TURNS = 1000
 """(G3), (G1) Turns of fictitious play, and of the matrix after them."""
@@ -57,7 +53,7 @@ CONVERGED = 2e-4
 def play(free: FreeChunks, cuts: Ints) -> Iterator[tuple[float, MeanPath, Ints | None]]:
     """(C2) from one split on: in every turn a mean path, the length of the shortest way for it, and the cuts nearest to the
     mean of the splits, (C5); infinite, and none, where no split is within the limit."""
-    if 2 * free.m * free.chunks > MOST_PASSES:
+    if not followed(free):
         return
     sums = free.chunk_sums(cuts)
     spread = float(sums[:2].sum()) / (2 * free.chunks)
@@ -106,36 +102,6 @@ def kept(answers: list[Answer], shares: Floats) -> list[Answer]:
     """(G1) Those that are used, and the newest."""
     newest = len(answers) - KEPT
     return [answer for at, answer in enumerate(answers) if shares[at] > 0 or at >= newest]
-
-
-def longest(free: FreeChunks, sums: Floats, spreads: Floats) -> tuple[list[MeanPath], float]:
-    """(G3) Mean paths that are nearly longest where the chunks take `sums`, one for each spread; the longest length."""
-    schedule, time = free.candidate.schedule, free.time
-    forward, backward, weight, floor, overlap = sums
-    durations = np.zeros((4, free.chunks))
-    durations[FORWARD], durations[BACKWARD] = forward + free.sent[0], backward + free.sent[1]
-    if schedule in SPLIT:
-        durations[WEIGHT], durations[INPUT] = weight, durations[BACKWARD] - weight
-    own = (free.stage == np.arange(free.p)[:, None]).astype(np.float64)
-    floors, overlaps = own @ floor, own @ overlap
-    tied = np.zeros(free.p)
-    tied[[0, -1]] = int(time.tied)
-    tails, lags = np.maximum(floors, overlaps) + tied, free.lags.astype(np.float64)
-    mixed = mixed_paths(free.candidate.shape, durations, lags, tails, spreads)
-    by_floor = mixed.stages * preferred((floors - overlaps)[:, None], spreads)
-    weights = np.stack(
-        (
-            mixed.passes[FORWARD],
-            mixed.passes[BACKWARD] + mixed.passes[INPUT],
-            mixed.passes[WEIGHT] - mixed.passes[INPUT],
-            own.T @ by_floor,
-            own.T @ (mixed.stages - by_floor),
-        )
-    )
-    constants = (weights[:2] * free.sent[..., None]).sum(axis=(0, 1)) + free.lags @ mixed.hops + tied @ mixed.stages
-    constants += int(time.overhead)
-    found = [MeanPath(weights[..., row], float(constants[row])) for row in range(len(spreads))]
-    return found, max(path.length(sums) for path in found)
 
 
 def mixed(rows: list[MeanPath], columns: list[Floats], scale: float) -> tuple[MeanPath, Floats, Floats, Floats]:

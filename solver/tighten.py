@@ -11,8 +11,9 @@ import numpy as np
 
 from shardwise.formulations.bounds import SAFETY
 from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.formulations.mean_paths import followed, longest_of
 from shardwise.formulations.path_game import play
-from shardwise.formulations.stage_graph import by_ways
+from shardwise.formulations.ways import Paths, by_ways
 from shardwise.solver.search import UNLIMITED
 
 if TYPE_CHECKING:
@@ -26,9 +27,19 @@ if TYPE_CHECKING:
 
 FIRST_ROUNDS = 50
 """(C5) Rounds of local search before there is a relaxation."""
-PHASES: tuple[tuple[int | None, int], ...] = ((240, 120), (240, 120), (480, 120), (None, 600))
-"""(C2) Turns, and (C5) rounds of local search after them, from each of two splits: the one that the turns lead to, and the
-best so far. Then (C4). Where the game is over, the last of them alone is left."""
+PHASES: tuple[tuple[int | None, int, int], ...] = (
+    (60, 30, 16),
+    (180, 30, 128),
+    (240, 60, 256),
+    (480, 120, 512),
+    (None, 600, 512),
+)
+"""(C2) Turns; (C5) rounds of local search after them, from each of two splits: the one that the turns lead to, and the
+best so far; (C4) graphs for one limit. Where the game is over, the last of them alone is left."""
+FIRST_GRAPHS = 8
+"""(C4) The same before the first turn."""
+MOST_STARTS = 60
+"""(C4) Splits near the mean of the game whose longest paths ways are judged by."""
 
 
 def tighten(search: Search) -> None:
@@ -49,23 +60,26 @@ def tighten(search: Search) -> None:
 
 
 def raised(search: Search, option: Option) -> Iterator[int]:
-    """(C1)-(C5) Bounds of one candidate, while its plans are offered; all ways first, where they are few."""
+    """(C1)-(C5) Bounds of one candidate, while its plans are offered; ways first, without a game, where they are few."""
     candidate = option.candidate
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-    path = MeanPath.nothing(candidate.degrees.virtual_stages)
-    bound, cuts = by_ways(free, path, option.bound, 1)
-    yield _offer_cuts(search, free, cuts, bound)
+    paths, bound = Paths(MeanPath.nothing(candidate.degrees.virtual_stages)), option.bound
+    for raised_to, cuts in by_ways(free, paths, bound, tries=1, graphs=FIRST_GRAPHS):
+        bound = raised_to
+        yield _offer_cuts(search, free, cuts, bound)
     known = search.seen.get(candidate.tie_key)
     if bound >= search.longest(candidate) or known is None:
         return
     yield from _searched(search, free, np.array(known[1].cuts), bound, FIRST_ROUNDS)
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
     game = play(free, np.array(search.seen[candidate.tie_key][1].cuts))
-    for seed, (turns, rounds) in enumerate(PHASES):
+    best_mean, best_length = MeanPath.nothing(candidate.degrees.virtual_stages), -math.inf
+    for seed, (turns, rounds, graphs) in enumerate(PHASES):
         starts = []
         for length, mean, cuts in itertools.islice(game, turns):
-            if length > bound:
-                path, bound = mean, math.floor(min(length * SAFETY, free.limit + 1))
+            if length > best_length:
+                best_mean, best_length = mean, length
+                bound = max(bound, math.floor(min(length * SAFETY, free.limit + 1)))
             yield bound
             if bound > search.longest(candidate) or cuts is None:
                 return
@@ -80,8 +94,12 @@ def raised(search: Search, option: Option) -> Iterator[int]:
         best = np.array(search.seen[candidate.tie_key][1].cuts)
         yield from _searched(search, free, best, bound, rounds, seed + 1)
         nearer = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-        bound, cuts = by_ways(nearer, path, bound)
-        yield _offer_cuts(search, nearer, cuts, bound)
+        paths.lead(best_mean)
+        if starts and followed(free):
+            paths.add(longest_of(free, np.unique(starts, axis=0)[:MOST_STARTS]))
+        for raised_to, cuts in by_ways(nearer, paths, bound, graphs=graphs):
+            bound = raised_to
+            yield _offer_cuts(search, nearer, cuts, bound)
         if bound >= search.longest(candidate):
             return
 

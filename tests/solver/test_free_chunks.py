@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,12 +18,14 @@ from universe import corners, count_plans, examples, instances, splits
 from shardwise.data.limits import parse_limits
 from shardwise.data.plan import Stage
 from shardwise.data.rules import free_chunks as without_even_chunks
-from shardwise.formulations import path_game, stage_graph
+from shardwise.formulations import path_game, stage_graph, ways
 from shardwise.formulations.bounds import SAFETY
 from shardwise.formulations.cp import Option
 from shardwise.formulations.free_chunks import FreeChunks, MeanPath
+from shardwise.formulations.mean_paths import longest_of
 from shardwise.formulations.path_game import play
-from shardwise.formulations.stage_graph import StageGraph, by_ways
+from shardwise.formulations.stage_graph import Ahead, StageGraph
+from shardwise.formulations.ways import Paths, Ways, by_ways
 from shardwise.solver import tighten as tighten_module
 from shardwise.solver.evaluate import admitted_units
 from shardwise.solver.search import UNLIMITED, Search, TimeUpError
@@ -111,52 +113,87 @@ def test_mean_paths_are_shorter_than_every_split(case: Exhausted, data: st.DataO
             assert (path.weights * sums).sum() + path.constant <= units * (1 + 1e-12)
 
 
-def graph_of(free: FreeChunks, path: MeanPath, within: int) -> StageGraph:
-    graph = stage_graph.stage_graph(stage_graph.Ahead(free, path), within)
+@examples(25)
+@given(cases, st.data())
+def test_the_longest_paths_of_splits_are_as_long_as_their_steps_and_no_longer_than_any(
+    case: Exhausted, data: st.DataObject
+) -> None:
+    """(E2): the longest of the paths of some splits is the step of each of them, and at most that of every other."""
+    free = case.free(UNLIMITED)
+    chosen = data.draw(st.lists(st.sampled_from(sorted(case.units)), min_size=1, max_size=12))
+    paths = longest_of(free, np.array(chosen))
+    for cuts, units in case.units.items():
+        length = max(path.length(free.chunk_sums(np.array(cuts))) for path in paths)
+        assert length <= units * (1 + 1e-12)
+        if cuts in chosen and case.instance.limits.recompute == "none":
+            assert length == pytest.approx(units, rel=1e-12)
+
+
+def graph_of(free: FreeChunks, paths: list[MeanPath], within: int) -> StageGraph:
+    ahead = Ahead(free, paths)
+    first = ahead.first_nodes(ahead.room(within))
+    assert first is not None
+    graph = stage_graph.stage_graph(ahead, within, first)
     assert graph is not None
     return graph
+
+
+def all_ways(graph: StageGraph, within: int, paths: list[MeanPath]) -> list[tuple[int, ...]]:
+    known = Paths(paths[0])
+    known.add(paths)
+    with patch.object(ways, "MOST_PATHS", len(known.all)):
+        found, every = Ways(graph, within, known).grown(np.random.default_rng(0))
+    assert every
+    return sorted(map(tuple, found.tolist()))
 
 
 @examples(25)
 @given(cases, st.data())
 def test_the_stage_graph_holds_every_split_and_no_cost_above_its_step(case: Exhausted, data: st.DataObject) -> None:
     """(W1)-(W3): without a limit its ways are the splits; with the step of a split as the limit that split is one, under
-    every mean path."""
+    every mean path, and under many paths at once."""
     nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
-    graph = graph_of(case.free(UNLIMITED), nothing, UNLIMITED)
+    graph = graph_of(case.free(UNLIMITED), [nothing], UNLIMITED)
     assert graph.least <= case.least
-    every = graph.ways()
-    assert every is not None
-    assert sorted(map(tuple, every.tolist())) == sorted(case.units)
+    assert all_ways(graph, UNLIMITED, [nothing]) == sorted(case.units)
+    longest = longest_of(case.free(UNLIMITED), np.array(sorted(case.units)))
     for cuts, units in data.draw(st.lists(st.sampled_from(sorted(case.units.items())), max_size=8)):
         free = case.free(data.draw(st.sampled_from((units, UNLIMITED))))
         with patch.object(path_game, "FIRST_TURNS", 5):
             turns = [path for _, path, _ in itertools.islice(play(free, np.array(cuts)), 9)]
-        for path in (nothing, *turns):
-            graph = graph_of(free, path, units)
-            ways = graph.ways()
-            assert ways is not None
-            assert cuts in set(map(tuple, ways.tolist()))
+        for paths in ([nothing], *([path] for path in turns), [*turns, *longest]):
+            graph = graph_of(free, paths, units)
+            assert cuts in all_ways(graph, units, paths)
             assert graph.least <= units
+        within = [own for own, step in case.units.items() if step <= units]
+        if case.instance.limits.recompute == "none":  # then the longest path of every split is known
+            assert all_ways(graph, units, [nothing, *longest]) == sorted(within)
 
 
-@examples(25)
+@examples(40)
 @given(cases, st.data(), st.integers(1, 20))
 def test_the_ways_give_the_optimum_where_they_are_few_and_a_bound_where_not(
     case: Exhausted, data: st.DataObject, most: int
 ) -> None:
-    """(W3)."""
+    """(W3)-(W5): whatever is cut short."""
     limit = data.draw(st.sampled_from((UNLIMITED, case.least, case.least + 1000)))
     free = case.free(limit)
     nothing = MeanPath.nothing(case.candidate.degrees.virtual_stages)
-    bound, cuts = by_ways(free, nothing, 0)
-    assert cuts is not None
+    *_, (bound, _) = told = list(by_ways(free, Paths(nothing), 0, graphs=99))
+    cuts = [own for _, own in told if own is not None][-1]
     assert bound == case.least == case.units[tuple(cuts.tolist())]
-    assert by_ways(case.free(case.least - 1), nothing, 0)[0] == case.least
+    *_, (bound, none) = by_ways(case.free(case.least - 1), Paths(nothing), 0, graphs=99)
+    assert bound == case.least
+    assert none is None
     *_, (_, path, _) = itertools.islice(play(free, cuts), 6)
-    with patch.object(stage_graph, data.draw(st.sampled_from(("MOST_WAYS", "MOST_ARCS"))), most):
-        assert by_ways(free, path, 0)[0] <= case.least
-        assert by_ways(free, nothing, 0)[0] <= case.least
+    short: dict[str, Any] = {"FIRST_NODES": 1, "MOST_DRAWN": most, "MOST_PATHS": most, "NEWEST": 1, "MOST_WAYS": most}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(short)), min_size=1, unique=True))
+    arcs = data.draw(st.sampled_from((most, 10 * most, stage_graph.MOST_ARCS)))
+    with patch.multiple(ways, **{name: short[name] for name in chosen}), patch.object(stage_graph, "MOST_ARCS", arcs):
+        for first in (path, nothing):
+            for bound, own in by_ways(free, Paths(first), case.least // 2, graphs=most):
+                assert bound <= case.least
+                assert own is None or tuple(own.tolist()) in case.units
 
 
 @examples(10)
@@ -193,9 +230,9 @@ def test_raised_bounds_are_below_the_fastest_plan_within_the_incumbent(
         memory = search.tables.memory(candidate.degrees, candidate.schedule)
         option = Option(candidate, search.coefficients(candidate), memory, 0, search.worth(candidate))
         with (
-            patch.multiple(tighten_module, FIRST_ROUNDS=4, PHASES=((8, 4), (None, 4))),
+            patch.multiple(tighten_module, FIRST_ROUNDS=4, PHASES=((8, 4, 2), (None, 4, 9))),
             patch.multiple(path_game, FIRST_TURNS=5, TURNS=6),
-            patch.object(stage_graph, "MOST_WAYS", 1 if many else 100),
+            patch.multiple(ways, MOST_WAYS=1 if many else 100, MOST_DRAWN=2),
         ):
             bounds = list(raised(search, option))
         assert search.incumbent is not None
@@ -212,7 +249,7 @@ def test_deep_pipelines_have_a_gap_of_at_most_five_percent_before_cp_sat(seed: i
     first by the mean over stages, (B3) and (B4)."""
     search = opened(instance_with(seed))
     search.prune(search.within())
-    with patch.object(tighten_module, "PHASES", ((60, 20), (None, 20))):
+    with patch.object(tighten_module, "PHASES", ((60, 20, 16), (None, 20, 16))):
         for bound in itertools.islice(raised(search, search.open[0]), MOST_TURNS):
             assert search.incumbent is not None
             if bound >= 0.95 * search.incumbent.units:
