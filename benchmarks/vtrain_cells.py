@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.runs import read_runs
-from shardwise.solver.validate import sweep_key, validate
+from shardwise.solver.validate import LEAST_LAYOUTS, sweep_key, validate
 
 Floats = npt.NDArray[np.float64]
 Cell = tuple[int, int, int]
@@ -32,7 +32,6 @@ Cell = tuple[int, int, int]
 
 LAYERS_SHARE = 0.9
 LEAST_ROWS = 5
-LEAST_LAYOUTS = 4
 
 
 def cell_of(run: Any) -> Cell:

@@ -67,6 +67,11 @@ class MeanPath:
         """No path at all, which every split is longer than."""
         return MeanPath(np.zeros((len(TERMS), chunks)), 0.0)
 
+    @property
+    def key(self) -> tuple[bytes, float]:
+        """What tells it from others."""
+        return self.weights.tobytes(), self.constant
+
     def length(self, sums: Floats) -> float:
         """Of chunks that take `sums`, in `TERMS`."""
         return float((self.weights * sums).sum() + self.constant)
@@ -100,7 +105,8 @@ class FreeChunks:
         self.most = int(np.flatnonzero(fits.any(axis=0)).max(initial=0))
         self.after = after[:, : self.most + 1]
         self.barred = np.where(fits[:, : self.most + 1], 0.0, np.inf)
-        """What sizes cost more by first layer: nothing where they fit, without end where not."""
+        self.barred_between = self.barred.copy()
+        self.barred_between[:, 0] = np.inf
         self.loads = (self.sums[:, self.after] - self.sums[:, first]).astype(np.float64)
         """What 0, 1, ... `most` layers from each on take, shape (terms, first, size)."""
 
@@ -149,10 +155,12 @@ class FreeChunks:
         """What each size of a chunk costs, with all behind it, by its first layer; infinite where it does not fit."""
         out: Floats = onward.take(self.after)
         out += costs
-        out += self.barred
-        if 0 < chunk < self.chunks - 1:
-            out[:, 0] = np.inf
+        out += self.bars(chunk)
         return out
+
+    def bars(self, chunk: int) -> Floats:
+        """What sizes of a chunk cost more by first layer: nothing where they are allowed and fit, without end where not."""
+        return self.barred_between if 0 < chunk < self.chunks - 1 else self.barred
 
     def chunk_sums(self, cuts: Ints) -> Floats:
         """The `TERMS` of every chunk, embedding and head included."""

@@ -41,15 +41,14 @@ def longest(free: FreeChunks, sums: Floats, spreads: Floats) -> tuple[list[MeanP
 
 
 def longest_of(free: FreeChunks, cuts: Ints) -> list[MeanPath]:
-    """(E2) The distinct paths that the steps of splits are the lengths of, one row of cuts each."""
+    """(E2) The path that the step of each split is the length of, one row of cuts each."""
     sums = np.stack([free.chunk_sums(row) for row in cuts], axis=-1).astype(np.int64)
     held = _Held.of(free, sums)
     lags = np.broadcast_to(free.lags[:, None], (free.p, len(cuts)))
     paths = longest_paths(free.candidate.shape, held.durations, lags, held.tails)
     ends = (np.arange(free.p)[:, None] == paths.stage).astype(np.int64)
     by_floor = ends * (held.floors >= held.overlaps)
-    found = held.paths(paths.passes, paths.hops, by_floor, ends - by_floor)
-    return list({(path.weights.tobytes(), path.constant): path for path in found}.values())
+    return held.paths(paths.passes, paths.hops, by_floor, ends - by_floor)
 
 
 @dataclass(frozen=True, eq=False)

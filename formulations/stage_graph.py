@@ -50,11 +50,12 @@ class Ahead:
 
     def __init__(self, free: FreeChunks, paths: Sequence[MeanPath]) -> None:
         self.free = free
-        paths = spread_over(paths, self.most_tables(free))
         self.folded = free.candidate.schedule in FOLDED
         self.chunks = [free.candidate.layout.chunks_of(k) for k in range(free.p)]
         self.fixed = np.array([free.fixed(path) for path in paths])
-        self.costs = [self._through(paths, chunk) for chunk in range(free.chunks)]
+        self.costs = [
+            np.stack([free.through(path, chunk) for path in paths]) + free.bars(chunk) for chunk in range(free.chunks)
+        ]
         runs = 1 if self.folded else free.v
         self.left = np.empty((free.p + 1, runs, len(paths), free.layers + 1, free.layers + 1))
         self.left[-1] = np.where(np.eye(free.layers + 1, dtype=bool), 0.0, np.inf)
@@ -72,13 +73,6 @@ class Ahead:
     def most_tables(free: FreeChunks) -> int:
         """Paths that there is room for; 0 where not even one fits."""
         return min(MOST_CELLS // ((free.p + 1) * free.v * (free.layers + 1) ** 2), MOST_TABLES)
-
-    def _through(self, paths: Sequence[MeanPath], chunk: int) -> Floats:
-        free = self.free
-        costs = np.tensordot(np.stack([path.weights[:, chunk] for path in paths]), free.loads, 1) + free.barred
-        if 0 < chunk < free.chunks - 1:
-            costs[..., 0] = np.inf
-        return np.asarray(costs)
 
     def _onward(self, after: Floats, chunk: int, *, backwards: bool = False) -> Floats:
         """The least through a chunk and what is left `after` it."""
@@ -193,13 +187,6 @@ def least_by(group: Ints, rows: Floats, groups: int) -> Floats:
         firsts = np.flatnonzero(np.diff(group[order], prepend=-1))
         out[group[order[firsts]]] = np.minimum.reduceat(rows[order], firsts, axis=0)
     return out
-
-
-def spread_over(paths: Sequence[MeanPath], most: int) -> Sequence[MeanPath]:
-    """The first and others evenly spread over the rest, `most` at most."""
-    if len(paths) <= most:
-        return paths
-    return [paths[at] for at in np.unique(np.linspace(0, len(paths) - 1, max(most, 1)).astype(np.int64))]
 
 
 def _distinct(rows: Ints, below: int) -> tuple[Ints, Ints]:

@@ -56,15 +56,14 @@ class Paths:
     def lead(self, mean: MeanPath) -> None:
         """Make one the best mean path."""
         self.add([mean])
-        self.mean = self._place[mean.weights.tobytes(), mean.constant]
+        self.mean = self._place[mean.key]
 
     def add(self, paths: Sequence[MeanPath]) -> int:
         """How many of them are new."""
         before = len(self.all)
         for path in paths:
-            key = path.weights.tobytes(), path.constant
-            if key not in self._place:
-                self._place[key] = len(self.all)
+            if path.key not in self._place:
+                self._place[path.key] = len(self.all)
                 self.all.append(path)
                 self.dropped.append(0)
         return len(self.all) - before

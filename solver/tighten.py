@@ -63,7 +63,8 @@ def raised(search: Search, option: Option) -> Iterator[int]:
     """(C1)-(C5) Bounds of one candidate, while its plans are offered; ways first, without a game, where they are few."""
     candidate = option.candidate
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
-    paths, bound = Paths(MeanPath.nothing(candidate.degrees.virtual_stages)), option.bound
+    best_mean, best_length = MeanPath.nothing(candidate.degrees.virtual_stages), -math.inf
+    paths, bound = Paths(best_mean), option.bound
     for raised_to, cuts in by_ways(free, paths, bound, tries=1, graphs=FIRST_GRAPHS):
         bound = raised_to
         yield _offer_cuts(search, free, cuts, bound)
@@ -73,7 +74,6 @@ def raised(search: Search, option: Option) -> Iterator[int]:
     yield from _searched(search, free, np.array(known[1].cuts), bound, FIRST_ROUNDS)
     free = FreeChunks(search.splits, candidate, option.time, search.longest(candidate))
     game = play(free, np.array(search.seen[candidate.tie_key][1].cuts))
-    best_mean, best_length = MeanPath.nothing(candidate.degrees.virtual_stages), -math.inf
     for seed, (turns, rounds, graphs) in enumerate(PHASES):
         starts = []
         for length, mean, cuts in itertools.islice(game, turns):
