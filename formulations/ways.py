@@ -186,7 +186,7 @@ class Ways:
             count = np.searchsorted(arcs.source, node, side="right") - first
             if count.sum() > ARCS_A_WAY * most:
                 some = draw.permutation(len(node))
-                some = some[np.cumsum(count[some]) <= ARCS_A_WAY * most]
+                some = some[np.cumsum(count[some]) - count[some] < ARCS_A_WAY * most]  # one at least that goes on
                 node, so_far, cuts, first, count = node[some], so_far[some], cuts[some], first[some], count[some]
                 most, every = MOST_DRAWN, False
             found = []
