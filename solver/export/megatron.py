@@ -110,7 +110,25 @@ def megatron_faults(instance: Instance, plan: Plan) -> list[str]:
         faults.append(
             f"workload.attention={workload.attention}: Megatron-Core has no such kernel; it has {', '.join(BACKENDS)}"
         )
-    return faults
+    return [*faults, *_workload_faults(instance, plan)]
+
+
+def _workload_faults(instance: Instance, plan: Plan) -> Iterable[str]:
+    """Assertions of Megatron-Core that tie precision, optimizer and kernels to the plan."""
+    workload, d, setting = instance.workload, plan.degrees, plan.stages[0]
+    if workload.precision == "fp16" and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
+        # arguments.py asserts bf16 with --moe-grouped-gemm, and no fp16 with expert parallelism.
+        yield "workload.precision=fp16: Megatron-Core trains experts in bf16"
+    if d.offload_optimizer and workload.optimizer != "adamw":
+        # optimizer_config.py: --use-precision-aware-optimizer, which the host's share wants, is Adam's alone.
+        yield f"offload_optimizer={d.offload_optimizer:g} needs optimizer=adamw, not {workload.optimizer}"
+    delayed = {"moe_act", "layernorm"} & set(setting.recompute_modules if setting.recompute == "selective" else ())
+    if workload.precision == "fp8" and delayed:
+        # transformer_config.py: not with delayed scaling, the recipe of --fp8-format by default.
+        yield f"recompute_modules={'+'.join(sorted(delayed))}: not with delayed scaling, precision=fp8"
+    if d.cp > 1 and workload.attention == "unfused":
+        # Transformer Engine dot_product_attention/utils.py, get_attention_backend.
+        yield f"workload.attention=unfused needs cp=1, not cp={d.cp}: it has no context parallelism"
 
 
 def _comments(instance: Instance, plan: Plan) -> list[str]:
@@ -261,12 +279,19 @@ def _run_flags(instance: Instance, plan: Plan) -> list[str]:
         f"--global-batch-size {workload.global_batch}",
         f"--seq-length {workload.seq_len}",
         f"--max-position-embeddings {positions}",
-        f"--attention-backend {BACKENDS[workload.attention]}",
+        f"--attention-backend {_backend(model, workload)}",
         f"--optimizer {'adam' if workload.optimizer == 'adamw' else workload.optimizer}",
         *PRECISIONS[workload.precision],
         "--accumulate-allreduce-grads-in-fp32",  # as the memory of the plan counts gradients; the default with bf16
         *("--attention-dropout 0.0", "--hidden-dropout 0.0"),  # the plan counts no dropout masks
     ]
+
+
+def _backend(model: Model, workload: Training) -> str:
+    """FlashAttention-2 takes no values narrower than the keys (Transformer Engine, get_attention_backend)."""
+    widths = [(m.head_dim, m.v_head_dim) for m in (kind.mixer for kind in model.kinds) if isinstance(m, Attention)]
+    backend = BACKENDS[workload.attention]
+    return "auto" if backend == "flash" and any(k != v for k, v in widths) else backend
 
 
 def _capacity_flags(workload: Training) -> list[str]:

@@ -96,6 +96,10 @@ QUESTIONS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
         MEGATRONS | {"free"},
         {"seq_len": 1032, "tp": 4, "cp": 2, "sequence_parallel": 1},
     ),
+    "sequence a multiple of tp and of 2 cp, but not of tp cp": (
+        frozenset(),
+        {"seq_len": 1036, "tp": 4, "cp": 2, "sequence_parallel": 1},
+    ),
     "pipeline": (EVERY - {"accelerate"}, {"pp": 2, "dp": 2}),
     "uneven stages": (EVERY - {"accelerate"}, {"pp": 2, "layers": (3, 5)}),
     "interleaving": (MEGATRONS | {"torchtitan", "free"}, {"pp": 2, "vpp": 2}),

@@ -388,3 +388,36 @@ def test_attention_that_no_backend_computes_is_refused(attention: Attention) -> 
     instance = build_instance("llama-3.1-8b", "dgx-b200:1", Training(4096, 64, attention=attention))
     with pytest.raises(InputError, match=f"workload.attention={attention}"):
         megatron_flags(instance, plan_from_degrees(instance, Degrees(dp=8)))
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "degrees", "fault"),
+    [
+        ("mixtral-8x7b", Training(4096, 64, precision="fp16"), Degrees(dp=8, ep=8, etp=1), "precision=fp16"),
+        (
+            "llama-3.1-8b",
+            Training(4096, 64, optimizer="sgd", offload_optimizer=1.0),
+            Degrees(dp=8, zero=1, offload_optimizer=1.0),
+            "needs optimizer=adamw, not sgd",
+        ),
+        ("llama-3.1-8b", Training(4096, 64, attention="unfused"), Degrees(dp=4, cp=2), "attention=unfused needs cp=1"),
+    ],
+)
+def test_what_the_workload_rules_out_is_refused(model: str, workload: Training, degrees: Degrees, fault: str) -> None:
+    instance = Instance(load_model(model), load_cluster("dgx-h100:1"), workload)
+    with pytest.raises(InputError, match=fault):
+        megatron_flags(instance, plan_from_degrees(instance, degrees))
+
+
+def test_delayed_scaling_does_not_recompute_norms_or_expert_activations() -> None:
+    workload = Training(4096, 64, precision="fp8")
+    instance = Instance(load_model("mixtral-8x7b"), load_cluster("dgx-h100:1"), workload)
+    for modules in (("moe_act",), ("core_attn", "moe_act")):
+        plan = plan_from_degrees(instance, Degrees(dp=8, ep=8, etp=1), recompute="selective", recompute_modules=modules)
+        with pytest.raises(InputError, match="recompute_modules=moe_act: not with delayed scaling"):
+            megatron_flags(instance, plan)
+
+
+def test_flash_attention_is_not_forced_on_latent_attention() -> None:
+    instance = Instance(load_model("deepseek-v2-lite"), load_cluster("dgx-a100:1"), Training(4096, 64))
+    assert "--attention-backend auto" in megatron_flags(instance, plan_from_degrees(instance, Degrees(dp=8)))

@@ -539,7 +539,7 @@ def shards_sequence(instance: Instance, tp: int, cp: int) -> bool:
     """The rows of docs/rules.md on sequence parallelism."""
     if tp == 1 or pack_of(instance) in ("deepspeed", "accelerate"):
         return False
-    pieces = 2 * cp if cp > 1 and pack_of(instance) == "torchtitan" else 1
+    pieces = 2 * cp if cp > 1 and pack_of(instance) == "torchtitan" else cp
     return instance.workload.seq_len % (tp * pieces) == 0
 
 
