@@ -112,7 +112,7 @@ def main() -> None:
             f"{statistics.mean(line.cut_rounds for line in own):>8.1f}"
         )
     if options.free_chunks and (own := [line for schedule in lines.values() for line in schedule]):
-        wide = sorted((line.seed for line in own if line.gap > PROMISED_GAP))
+        wide = sorted(line.seed for line in own if line.gap > PROMISED_GAP)
         print(f"gap above {PROMISED_GAP:.0%}: {len(wide)} of {len(own)}; seeds {wide}")
 
 

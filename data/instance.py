@@ -20,6 +20,7 @@ from shardwise.data.rules import (
     mtp_faults,
     offload_faults,
     overlap_faults,
+    precision_faults,
 )
 
 if TYPE_CHECKING:
@@ -85,9 +86,11 @@ class Instance:
         faults += capacity_faults(self.rules, self.model, self.workload)
         faults += self._offload_faults()
         faults += overlap_faults(self.rules, self.workload)
+        faults += [f"workload.{fault}" for fault in precision_faults(self.rules, self.model, precision)]
         faults += self.limits.layer_faults(len(self.model.layers))
         if self.limits.recompute_modules not in (None, ANY):
-            faults += module_faults(self.rules, self.model, modules_of(self.limits.recompute_modules))
+            modules = modules_of(self.limits.recompute_modules)
+            faults += module_faults(self.rules, self.model, modules, precision)
         if faults:
             raise InputError(faults)
 
@@ -98,6 +101,9 @@ class Instance:
             return []
         if share and self.rules.offload == "none":
             return [f"workload.{fault}" for fault in offload_faults(self.rules, 1, self.workload.offload_shares[-1])]
+        if share and self.workload.optimizer != "adamw" and self.rules.offload == "distributed":
+            wanted = offload_faults(self.rules, 1, self.workload.offload_shares[-1], optimizer=self.workload.optimizer)
+            return [f"workload.{fault}" for fault in wanted]
         if activations and not self.rules.activations_to_host:
             return [f"workload.offload_activations=true: {self.rules.name} has no saved activations on the host"]
         faults, asked = [], f"offload_optimizer={share}" if share else "offload_activations=true"

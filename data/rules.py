@@ -64,6 +64,12 @@ class Rules:
         Matrix products and collectives of tensor parallelism can overlap piece by piece.
     transformer_engine
         Attention under context parallelism is that of Transformer Engine, with its own rules.
+    fused_context
+        Rings and gathers of context parallelism take fused attention kernels alone.
+    bf16_experts
+        Experts are trained in bf16, or in 8 or 4 bits with it, not in fp16.
+    delayed_scaling
+        fp8 scales by what earlier steps saw, which repeating norms and expert activations would upset.
     joint_sequence
         With sequence and context parallelism each of the 2 cp pieces splits tp ways.
     expert_split
@@ -104,6 +110,9 @@ class Rules:
     tp_overlap: bool = False
     mtp: bool = False
     capacity: Literal["none", "any", "padded"] = "none"
+    fused_context: bool = True
+    bf16_experts: bool = False
+    delayed_scaling: bool = False
     joint_sequence: bool = False
     expert_split: Literal["any", "1", "tp"] = "any"
     strict_dualpipe: bool = False
@@ -124,6 +133,8 @@ MEGATRON_CORE = Rules(
     experts_need_sequence_parallel=True,
     context=("p2p", "allgather", "a2a", "a2a+p2p"),
     transformer_engine=True,
+    bf16_experts=True,
+    delayed_scaling=True,
     tp_overlap=True,
     mtp=True,
     capacity="any",
@@ -213,6 +224,7 @@ FREE = Rules(
     context=("p2p", "allgather", "a2a", "a2a+p2p"),
     zigzag=False,
     ulysses_kv="multiple",
+    fused_context=False,
     mtp=True,
     capacity="any",
     offload="any",
@@ -325,6 +337,13 @@ def mtp_faults(rules: Rules, model: Model, modules: int) -> list[str]:
     return faults
 
 
+def precision_faults(rules: Rules, model: Model, precision: str) -> list[str]:
+    """Megatron's grouped experts take bf16, and its expert parallelism no fp16 (arguments.py, `moe_grouped_gemm`, L1657)."""
+    if rules.bf16_experts and precision == "fp16" and any(isinstance(kind.ffn, Moe) for kind in model.kinds):
+        return [f"precision=fp16: {rules.name} trains the experts of {model.name} in bf16, fp8 or narrower"]
+    return []
+
+
 def overlap_faults(rules: Rules, workload: Training) -> list[str]:
     """Overlap of tensor parallelism (arguments.py L1442; torchtitan `enable_async_tensor_parallel`)."""
     if workload.tp_overlap and not rules.tp_overlap:
@@ -410,17 +429,24 @@ def is_linear(placement: Placement) -> bool:
     return levels == sorted(levels)
 
 
-def stage_faults(rules: Rules, model: Model, plan: Plan) -> list[str]:
+def stage_faults(rules: Rules, model: Model, plan: Plan, precision: str) -> list[str]:
     """Rules on stages: every layer once, empty chunks only at the ends, even interleaving, uniform recompute."""
     even = plan.degrees.vpp > 1 and rules.even_chunks
     faults = list(_split_faults(plan.chunk_layers, len(model.layers), even=even))
     if rules.uniform_recompute and len({(stage.mode, stage.recompute_layers) for stage in plan.stages}) > 1:
         faults.append(f"{rules.name} takes one recompute setting for all stages")
     named = {module for stage in plan.stages for module in stage.recompute_modules}
-    return faults + module_faults(rules, model, named) if named else faults
+    return faults + module_faults(rules, model, named, precision) if named else faults
 
 
-def module_faults(rules: Rules, model: Model, modules: Iterable[str]) -> list[str]:
+def repeatable(rules: Rules, precision: str) -> tuple[str, ...]:
+    """The modules that selective recompute can repeat: with delayed scaling neither norms nor the activations of experts
+    (transformer_config.py, the checks of `recompute_modules`)."""
+    barred = ("layernorm", "moe_act") if rules.delayed_scaling and precision == "fp8" else ()
+    return tuple(module for module in rules.recompute_modules if module not in barred)
+
+
+def module_faults(rules: Rules, model: Model, modules: Iterable[str], precision: str) -> list[str]:
     """Modules that selective recompute is to repeat: the pack can, and some layer has each (transformer_config.py, the
     checks of `recompute_modules`)."""
     faults = []
@@ -428,6 +454,8 @@ def module_faults(rules: Rules, model: Model, modules: Iterable[str]) -> list[st
         if module not in rules.recompute_modules:
             known = ", ".join(rules.recompute_modules)
             faults.append(f"recompute_modules={module}: {rules.name} repeats no more than {known}")
+        elif module not in repeatable(rules, precision):
+            faults.append(f"recompute_modules={module}: not with precision={precision}, whose scaling is delayed")
         elif module != CORE and not any(has_module(kind, module) for kind in model.kinds):
             faults.append(f"recompute_modules={module}: no layer of {model.name} has it")
     return faults
@@ -456,17 +484,39 @@ def is_even(chunks: tuple[int, ...]) -> bool:
 
 
 def context_faults(
-    rules: Rules, model: Model, tp: int, cp: int, seq_len: int, cp_comm_type: CpCommType = "p2p", cp_a2a: int = 1
+    rules: Rules,
+    model: Model,
+    tp: int,
+    cp: int,
+    seq_len: int,
+    cp_comm_type: CpCommType = "p2p",
+    cp_a2a: int = 1,
+    kernel: str = "flash",
 ) -> list[str]:
-    """The pack has the algorithm, which takes the model and the sequence, and the heads of recurrent layers split
-    (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
+    """The pack has the algorithm, which takes the model, the sequence and the attention kernel, and the heads of recurrent
+    layers split (transformer_config.py L1500-1509; ssm/mamba_context_parallel.py L106-130)."""
     if cp == 1:
         return []
     if cp_comm_type not in rules.context:
         return [f"cp_comm_type={cp_comm_type} is not one of {', '.join(rules.context)} ({rules.name})"]
     own = _algorithm_faults(rules, model, tp, cp, seq_len, cp_comm_type, cp_a2a)
-    faults = (*_recurrent_faults(model, tp, cp), *own)
+    faults = (*_recurrent_faults(model, tp, cp), *own, *_kernel_faults(rules, model, cp, cp_comm_type, kernel))
     return list(dict.fromkeys(faults))
+
+
+def _kernel_faults(rules: Rules, model: Model, cp: int, cp_comm_type: CpCommType, kernel: str) -> Iterable[str]:
+    """Pieces of attention are joined by the sums that fused kernels keep: Transformer Engine pytorch/attention/
+    dot_product_attention/utils.py, `get_attention_backend`, has no unfused attention under any of its algorithms, torch
+    distributed/tensor/experimental/_attention.py none in rings and gathers, MindSpeed core/context_parallel/
+    ring_context_parallel none in rings."""
+    split = cp_comm_type != "a2a" or rules.transformer_engine
+    if (
+        rules.fused_context
+        and split
+        and kernel == "unfused"
+        and any(isinstance(k.mixer, Attention) for k in model.kinds)
+    ):
+        yield f"attention=unfused needs cp=1, not cp={cp} with cp_comm_type={cp_comm_type} ({rules.name})"
 
 
 def context_algorithm(rules: Rules, model: Model, tp: int, cp: int, seq_len: int) -> CpCommType:
@@ -582,16 +632,18 @@ def sharding_faults(rules: Rules, zero: int, *, tp: int, cp: int, pp: int, dp: i
     return []
 
 
-def offload_faults(rules: Rules, zero: int, share: float, param: bool = False) -> list[str]:
+def offload_faults(rules: Rules, zero: int, share: float, param: bool = False, optimizer: str = "adamw") -> list[str]:
     """Which ZeRO stages can leave a share of the optimizer to the host, and their weights too (`param`).
 
-    Megatron wants its precision-aware optimizer, which is a distributed one (arguments.py, `optimizer_cpu_offload`;
-    MindSpeed-LLM checks the same). DeepSpeed has it in stages 1 to 3 and divides it in 3, where weights can follow all of it
-    (runtime/zero/offload_config.py).
+    Megatron wants its precision-aware optimizer, which is Adam and a distributed one (arguments.py, `optimizer_cpu_offload`;
+    core/optimizer/optimizer_config.py; MindSpeed-LLM checks the same). DeepSpeed has it in stages 1 to 3 and divides it in
+    3, where weights can follow all of it (runtime/zero/offload_config.py).
     """
     if param and rules.offload not in ("any", "stages"):
         return [f"offload_param=true: {rules.name} has no weights on the host"]
     faults = _share_faults(rules, zero, share)
+    if share and rules.offload == "distributed" and optimizer != "adamw":
+        faults.append(f"offload_optimizer={share:g} needs optimizer=adamw, not {optimizer} ({rules.name})")
     if param and not faults and (zero != 3 or share != 1):
         faults.append(f"offload_param=true needs zero=3 and offload_optimizer=1, not zero={zero} and {share:g}")
     return faults
@@ -674,10 +726,11 @@ def order_faults(degrees: Degrees, placement: Placement) -> list[str]:
     return []
 
 
-def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, plan: Plan) -> list[str]:
+def plan_faults(rules: Rules, model: Model, workload: Training, plan: Plan) -> list[str]:
     """Every rule that `plan` breaks."""
-    d = plan.degrees
-    faults = absent_faults(rules, sequence_parallel=d.sequence_parallel)
+    d, seq_len, global_batch, precision = plan.degrees, workload.seq_len, workload.global_batch, workload.precision
+    faults = precision_faults(rules, model, precision)
+    faults += absent_faults(rules, sequence_parallel=d.sequence_parallel)
     faults += tensor_faults(rules, model, d.tp, d.sequence_parallel, seq_len)
     faults += expert_faults(rules, model, d.tp, d.sequence_parallel)
     faults += pipeline_faults(rules, len(model.layers), d.pp, d.vpp)
@@ -690,19 +743,19 @@ def plan_faults(rules: Rules, model: Model, seq_len: int, global_batch: int, pla
     if plan.schedule == "interleaved-1f1b":
         faults += interleave_faults(rules, d.pp, d.vpp, plan.micro_batches)
     faults += micro_batch_faults(plan.schedule, d.pp, plan.micro_batches)
-    faults += context_faults(rules, model, d.tp, d.cp, seq_len, d.cp_comm_type, d.cp_a2a)
+    faults += context_faults(rules, model, d.tp, d.cp, seq_len, d.cp_comm_type, d.cp_a2a, workload.attention)
     faults += sequence_faults(rules, d.tp, d.cp, d.sequence_parallel, seq_len)
     faults += expert_group_faults(rules, model, d.tp, d.ep, d.etp)
     faults += schedule_faults(rules, model, plan.schedule, d.cp)
     faults += depth_faults(rules, len(model.layers), plan.schedule, d.pp)
     faults += sharding_faults(rules, d.zero, tp=d.tp, cp=d.cp, pp=d.pp, dp=d.dp)
-    faults += offload_faults(rules, d.zero, d.offload_optimizer, d.offload_param)
+    faults += offload_faults(rules, d.zero, d.offload_optimizer, d.offload_param, workload.optimizer)
     if d.offload_param and d.pp > 1:
         faults.append(f"offload_param=true needs pp=1, not pp={d.pp}: in a pipeline weights stay gathered")
     recomputed = any(stage.recompute != "none" for stage in plan.stages)
     faults += activations_faults(rules, len(model.layers), d.pp, d.offload_layers, recomputed)
     faults += replica_faults(rules, d)
-    faults += stage_faults(rules, model, plan)
+    faults += stage_faults(rules, model, plan, precision)
     faults += rank_faults(rules, plan.placement)
     if rules.linear_ranks:
         faults += order_faults(d, plan.placement)

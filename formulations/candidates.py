@@ -271,7 +271,7 @@ def offloads(instance: Instance, zero: int) -> list[tuple[float, bool]]:
     are there too."""
     workload, rules = instance.workload, instance.rules
     every = product(workload.offload_shares, (False, True) if workload.offload_param else (False,))
-    return [(share, param) for share, param in every if not offload_faults(rules, zero, share, param)]
+    return [own for own in every if not offload_faults(rules, zero, *own, workload.optimizer)]
 
 
 def most_offload_layers(instance: Instance, schedule: str) -> list[int]:
@@ -344,7 +344,8 @@ def context_algorithms(instance: Instance, tp: int, cp: int) -> tuple[Algorithm,
         for name in (rules.context if cp > 1 else CP_COMM_TYPES[:1])
         if limits.cp_comm_type in (None, name)
         for ways in (divisors(cp)[1:-1] if name == "a2a+p2p" else [1])
-        if limits.admits("cp_a2a", ways) and not context_faults(rules, instance.model, tp, cp, seq_len, name, ways)
+        if limits.admits("cp_a2a", ways)
+        and not context_faults(rules, instance.model, tp, cp, seq_len, name, ways, instance.workload.attention)
     )
 
 

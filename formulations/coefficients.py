@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardwise.data.pipeline import FOLDED, SPLIT
 from shardwise.data.recompute import ANY, CORE, MODULES, WITHIN, module_set, modules_of
+from shardwise.data.rules import repeatable
 from shardwise.formulations.collectives import split_spans
 from shardwise.formulations.layer_costs import (
     Groups,
@@ -498,7 +499,7 @@ def searched_sets(instance: Instance) -> tuple[str, ...]:
     alone, groups = Sharding(1, 1, False), Groups(((),))
     tables = CostTables(instance, (CORE,))
     activations, found = tables.activations(alone), []
-    for module in instance.rules.recompute_modules:
+    for module in repeatable(instance.rules, instance.workload.precision):
         index = MODULES.index(module)
         dropped = sum(n * activations[kind].dropped[index] for kind, n in counts.items())
         again = tables.selective_s(alone, groups, (module,))

@@ -435,7 +435,7 @@ def _unusable(instance: Instance, plan: Plan) -> list[str]:
 def broken_rules(instance: Instance, plan: Plan) -> list[str]:
     """Every rule of the pack that a plan breaks, and whether its placement exists on the cluster."""
     workload, blocks = instance.workload, plan.placement.blocks
-    faults = plan_faults(instance.rules, instance.model, workload.seq_len, workload.global_batch, plan)
+    faults = plan_faults(instance.rules, instance.model, workload, plan)
     for level, used in enumerate(blocks):
         room = instance.cluster.capacity(blocks[:level])
         if used > room:

@@ -229,7 +229,7 @@ def run_faults(p: Planned) -> list[str]:
     model, workload, d = p.units.tables.instance.model, p.run.workload, p.plan.degrees
     pack = load_rules(rules_of(p.run.row["framework"]))
     pack = replace(pack, evaluated_schedules=SCHEDULES, interleave_group_is_pp=False)
-    faults = plan_faults(pack, model, workload.seq_len, workload.global_batch, p.plan)
+    faults = plan_faults(pack, model, workload, p.plan)
     if d.devices != p.run.devices:
         faults.append(f"tp x cp x pp x dp = {d.devices} is not n_gpus={p.run.devices}")
     return faults

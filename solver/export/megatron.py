@@ -101,7 +101,7 @@ def megatron_flags(instance: Instance, plan: Plan) -> list[str]:
 def megatron_faults(instance: Instance, plan: Plan) -> list[str]:
     """Every rule of Megatron-Core that the plan breaks, whichever rule pack it was planned with."""
     workload = instance.workload
-    faults = plan_faults(MEGATRON_CORE, instance.model, workload.seq_len, workload.global_batch, plan)
+    faults = plan_faults(MEGATRON_CORE, instance.model, workload, plan)
     if workload.lora_rank is not None:
         faults.append(
             f"workload.lora_rank={workload.lora_rank}: the pre-training scripts of Megatron-Core have no flags for adapters"
@@ -110,25 +110,7 @@ def megatron_faults(instance: Instance, plan: Plan) -> list[str]:
         faults.append(
             f"workload.attention={workload.attention}: Megatron-Core has no such kernel; it has {', '.join(BACKENDS)}"
         )
-    return [*faults, *_workload_faults(instance, plan)]
-
-
-def _workload_faults(instance: Instance, plan: Plan) -> Iterable[str]:
-    """Assertions of Megatron-Core that tie precision, optimizer and kernels to the plan."""
-    workload, d, setting = instance.workload, plan.degrees, plan.stages[0]
-    if workload.precision == "fp16" and any(isinstance(kind.ffn, Moe) for kind in instance.model.kinds):
-        # arguments.py asserts bf16 with --moe-grouped-gemm, and no fp16 with expert parallelism.
-        yield "workload.precision=fp16: Megatron-Core trains experts in bf16"
-    if d.offload_optimizer and workload.optimizer != "adamw":
-        # optimizer_config.py: --use-precision-aware-optimizer, which the host's share wants, is Adam's alone.
-        yield f"offload_optimizer={d.offload_optimizer:g} needs optimizer=adamw, not {workload.optimizer}"
-    delayed = {"moe_act", "layernorm"} & set(setting.recompute_modules if setting.recompute == "selective" else ())
-    if workload.precision == "fp8" and delayed:
-        # transformer_config.py: not with delayed scaling, the recipe of --fp8-format by default.
-        yield f"recompute_modules={'+'.join(sorted(delayed))}: not with delayed scaling, precision=fp8"
-    if d.cp > 1 and workload.attention == "unfused":
-        # Transformer Engine dot_product_attention/utils.py, get_attention_backend.
-        yield f"workload.attention=unfused needs cp=1, not cp={d.cp}: it has no context parallelism"
+    return faults
 
 
 def _comments(instance: Instance, plan: Plan) -> list[str]:
@@ -173,8 +155,6 @@ def _parallel_flags(model: Model, plan: Plan) -> list[str]:
     flags = [f"--tensor-model-parallel-size {d.tp}", f"--pipeline-model-parallel-size {d.pp}"]
     if any(isinstance(kind.ffn, Moe) for kind in model.kinds):
         flags += [f"--expert-model-parallel-size {d.ep}", f"--expert-tensor-parallel-size {d.etp}"]
-        if d.ep > 1:
-            flags.append("--moe-token-dispatcher-type alltoall")
     if d.cp > 1:
         flags += [f"--context-parallel-size {d.cp}", f"--cp-comm-type {d.cp_comm_type}"]
     if d.cp_a2a > 1:

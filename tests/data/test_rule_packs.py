@@ -12,6 +12,7 @@ from shardwise.data.model_parts import attention, latent_attention, layer, mlp, 
 from shardwise.data.pipeline import FOLDED
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.rules import PACKS, Rules, context_algorithm, is_linear, load_rules, plan_faults
+from shardwise.data.workload import Training
 
 BATCH = 64
 
@@ -41,9 +42,11 @@ def plan_of(
     return Plan(degrees, stages, placement, BATCH // degrees.dp // degrees.micro_batch, schedule=named)
 
 
-def faults_of(pack: str, model: Model | None = None, seq_len: int = 1024, **given: Any) -> list[str]:
+def faults_of(
+    pack: str, model: Model | None = None, seq_len: int = 1024, workload: dict[str, Any] | None = None, **given: Any
+) -> list[str]:
     rules, model = load_rules(pack), model or model_of()
-    return plan_faults(rules, model, seq_len, BATCH, plan_of(rules, model, **given))
+    return plan_faults(rules, model, Training(seq_len, BATCH, **(workload or {})), plan_of(rules, model, **given))
 
 
 # -- the same question to every pack -----------------------------------------------------------------------------------
@@ -100,6 +103,24 @@ QUESTIONS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
         frozenset(),
         {"seq_len": 1036, "tp": 4, "cp": 2, "sequence_parallel": 1},
     ),
+    "a ring without fused attention": (
+        frozenset({"free"}),
+        {"cp": 4, "cp_comm_type": "p2p", "workload": {"attention": "unfused"}},
+    ),
+    "Ulysses without fused attention": (
+        frozenset({"mindspeed", "deepspeed", "free"}),
+        {"model": model_of(8, 8), "cp": 4, "cp_comm_type": "a2a", "workload": {"attention": "unfused"}},
+    ),
+    "experts in fp16": (
+        EVERY - MEGATRONS - {"accelerate"},
+        {"model": model_of(experts=8), "dp": 4, "ep": 4, "workload": {"precision": "fp16"}},
+    ),
+    "fp16": (EVERY, {"workload": {"precision": "fp16"}}),
+    "Adam on the host": (MEGATRONS | {"deepspeed", "free"}, {"dp": 4, "zero": 1, "offload_optimizer": 1.0}),
+    "SGD on the host": (
+        frozenset({"deepspeed", "free"}),
+        {"dp": 4, "zero": 1, "offload_optimizer": 1.0, "workload": {"optimizer": "sgd"}},
+    ),
     "pipeline": (EVERY - {"accelerate"}, {"pp": 2, "dp": 2}),
     "uneven stages": (EVERY - {"accelerate"}, {"pp": 2, "layers": (3, 5)}),
     "interleaving": (MEGATRONS | {"torchtitan", "free"}, {"pp": 2, "vpp": 2}),
@@ -134,7 +155,7 @@ def test_only_free_lets_ranks_lie_as_they_like(pack: str) -> None:
     plan = plan_of(rules, model, tp=2, dp=2)
     spread = replace(plan, placement=Placement((1, 2), (1, 1), (2, 1)))
     assert not is_linear(spread.placement)
-    assert (plan_faults(rules, model, 1024, BATCH, spread) == []) == (pack == "free")
+    assert (plan_faults(rules, model, Training(1024, BATCH), spread) == []) == (pack == "free")
 
 
 # -- torchtitan --------------------------------------------------------------------------------------------------------
@@ -209,8 +230,8 @@ def test_deepspeed_shards_optimizer_states_only_in_a_pipeline() -> None:
 def test_the_batch_of_deepspeed_is_micro_batch_x_accumulation_x_dp() -> None:
     rules, model = load_rules("deepspeed"), model_of()
     plan = plan_of(rules, model, dp=4, micro_batch=2)
-    assert plan_faults(rules, model, 1024, 64, plan) == []
-    assert plan_faults(rules, model, 1024, 72, plan) == [
+    assert plan_faults(rules, model, Training(1024, 64), plan) == []
+    assert plan_faults(rules, model, Training(1024, 72), plan) == [
         "micro_batches=8 x micro_batch=2 x dp=4 is not global_batch=72"
     ]
 

@@ -28,6 +28,7 @@ from shardwise.data.rules import (
     stage_faults,
     tensor_faults,
 )
+from shardwise.data.workload import Training
 
 
 def model_of(kind: LayerKind, layers: int = 1) -> Model:
@@ -259,7 +260,7 @@ SIX = model_of(layer(512, attention(512, 8, 8, 64), None), 6)
 def test_every_layer_is_on_one_stage_and_only_the_ends_may_be_empty(
     layers: tuple[int, ...], message: str | None
 ) -> None:
-    assert stage_faults(MEGATRON_CORE, SIX, plan_of(*stages_of(*layers))) == ([message] if message else [])
+    assert stage_faults(MEGATRON_CORE, SIX, plan_of(*stages_of(*layers)), "bf16") == ([message] if message else [])
 
 
 @pytest.mark.parametrize(
@@ -283,10 +284,10 @@ def test_interleaved_chunks_must_be_even() -> None:
     # Network order: first chunks of stages 0 and 1, then their second ones.
     even = plan_of(Stage((1, 1)), Stage((2, 2)), vpp=2)
     assert even.chunk_layers == (1, 2, 1, 2)
-    assert stage_faults(MEGATRON_CORE, SIX, even) == []
+    assert stage_faults(MEGATRON_CORE, SIX, even, "bf16") == []
     uneven = plan_of(Stage((1, 2)), Stage((1, 2)), vpp=2)
     assert uneven.chunk_layers == (1, 1, 2, 2)
-    assert stage_faults(FREE, SIX, uneven) == [
+    assert stage_faults(FREE, SIX, uneven, "bf16") == [
         "with vpp > 1 the chunks between the first and the last must hold q + 1 or q layers each, larger ones first"
     ]
 
@@ -294,12 +295,12 @@ def test_interleaved_chunks_must_be_even() -> None:
 def test_megatron_takes_one_recompute_setting_and_free_takes_any() -> None:
     message = ["megatron-core takes one recompute setting for all stages"]
     mixed = plan_of(Stage((3,), "full", 1), Stage((3,)))
-    assert stage_faults(MEGATRON_CORE, SIX, mixed) == message
-    assert stage_faults(FREE, SIX, mixed) == []
+    assert stage_faults(MEGATRON_CORE, SIX, mixed, "bf16") == message
+    assert stage_faults(FREE, SIX, mixed, "bf16") == []
     sizes = plan_of(Stage((3,), "full", 1), Stage((3,), "full", 2))
-    assert stage_faults(MEGATRON_CORE, SIX, sizes) == message
+    assert stage_faults(MEGATRON_CORE, SIX, sizes, "bf16") == message
     same = plan_of(Stage((3,), "full", 2), Stage((3,), "full", 2))
-    assert stage_faults(MEGATRON_CORE, SIX, same) == []
+    assert stage_faults(MEGATRON_CORE, SIX, same, "bf16") == []
 
 
 def test_every_broken_rule_is_reported_at_once_with_its_values() -> None:
@@ -307,7 +308,7 @@ def test_every_broken_rule_is_reported_at_once_with_its_values() -> None:
     degrees = Degrees(tp=3, pp=2, vpp=2, dp=3, micro_batch=4, zero=0, sequence_parallel=True)
     stages = (Stage((1, 3), "full", 1), Stage((0, 2)))
     plan = Plan(degrees, stages, Placement((3, 1), (1, 2), (1, 3)), 5)
-    faults = plan_faults(replace(MEGATRON_CORE, zero_stages=(1,)), model, 1024, 64, plan)
+    faults = plan_faults(replace(MEGATRON_CORE, zero_stages=(1,)), model, Training(1024, 64), plan)
     assert faults == [
         "tp=3 does not divide num_attention_heads=8",
         "tp=3 neither divides nor is a multiple of num_key_value_heads=8",

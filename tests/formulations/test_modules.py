@@ -11,7 +11,7 @@ import pytest
 import shardwise
 from shardwise.data.faults import InputError
 from shardwise.data.plan import Degrees, Plan, Stage
-from shardwise.data.recompute import MODULES, WITHIN, has_module, module_set
+from shardwise.data.recompute import MODULES, WITHIN, has_module, module_set, modules_of
 from shardwise.data.runs import run_of, shipped_runs
 from shardwise.formulations.coefficients import CostTables, searched_sets
 from shardwise.formulations.layer_costs import sharding_of
@@ -274,6 +274,18 @@ def test_the_search_takes_modules_in_the_order_of_their_time_for_a_byte(
     assert searched_sets(build_instance(model, "dgx-h100:1", workload)) == ("core_attn",)
     whole = build_instance(model, "dgx-h100:1", workload, rules="torchtitan", limits=["recompute_modules=any"])
     assert searched_sets(whole) == ("core_attn",)
+
+
+def test_with_delayed_scaling_norms_and_expert_activations_are_not_repeated() -> None:
+    workload = shardwise.Training(4096, 64, precision="fp8")
+    barred, every = {"layernorm", "moe_act"}, ["recompute_modules=any"]
+    for pack, legal in (("megatron-core", False), ("free", True)):
+        instance = build_instance("qwen3-30b-a3b", "dgx-h100:1", workload, rules=pack, limits=every)
+        searched = {module for own in searched_sets(instance) for module in modules_of(own)}
+        assert "moe" in searched
+        assert bool(searched & barred) == legal
+    with pytest.raises(InputError, match="recompute_modules=moe_act: not with precision=fp8"):
+        build_instance("qwen3-30b-a3b", "dgx-h100:1", workload, limits=["recompute_modules=moe_act"])
 
 
 def test_the_search_finds_a_set_that_is_faster_than_the_core_and_than_blocks() -> None:

@@ -27,7 +27,7 @@ from shardwise.data.model_parts import attention, layer, mamba2, mlp, moe
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.profile import load_profile
 from shardwise.data.rules import capacity_faults, load_rules, module_faults, mtp_faults, overlap_faults
-from shardwise.data.workload import Training
+from shardwise.data.workload import Precision, Training
 from shardwise.formulations.coefficients import searched_sets
 from shardwise.solver.evaluate import admitted_units, evaluate, timed_plan
 
@@ -285,10 +285,11 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
             tuned = {}
     if "expert_capacity" in tuned and not any(isinstance(kind.ffn, Moe) for kind in model.kinds):
         tuned = {}
+    precision: Precision = "bf16" if "base_precision" in tuned else draw(st.sampled_from(("bf16", "bf16", "fp8")))
     workload = Training(
         draw(st.sampled_from((512, 1000, 2048, 4096))),
         batch,
-        precision="bf16" if "base_precision" in tuned else draw(st.sampled_from(("bf16", "bf16", "fp8"))),
+        precision=precision,
         optimizer=draw(st.sampled_from(("adamw", "sgd"))),
         attention=draw(st.sampled_from(("flash", "unfused"))),
         **tuned,
@@ -299,6 +300,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
         if not mtp_faults(load_rules(name), model, workload.mtp_layers)
         and not capacity_faults(load_rules(name), model, workload)
         and (not workload.offload_optimizer or name not in ("torchtitan", "accelerate"))
+        and (not workload.offload_optimizer or workload.optimizer == "adamw" or name in ("deepspeed", "free"))
         and (not workload.offload_param or name in ("deepspeed", "free"))
         and (not workload.offload_activations or name in ("megatron-core", "free"))
         and not overlap_faults(load_rules(name), workload)
@@ -307,7 +309,7 @@ def instances(draw: st.DrawFn, *, most: int = MOST_PLANS, tunings: tuple[dict[st
     own = [limit for limit in LIMITS if not parse_limits([limit]).layer_faults(len(model.layers))]
     limits = draw(st.lists(st.sampled_from(own), max_size=2, unique=True))
     modules = draw(st.sampled_from(MODULE_LIMITS))
-    if modules and not (modules != "any" and module_faults(load_rules(rules), model, modules.split("+"))):
+    if modules and not (modules != "any" and module_faults(load_rules(rules), model, modules.split("+"), precision)):
         limits.append(f"recompute_modules={modules}")
     order = [*draw(st.permutations(DEEP))[: draw(st.integers(0, len(DEEP)))], *SHRINKING]
 
@@ -620,6 +622,9 @@ def ways_of_context(instance: Instance, tp: int, cp: int) -> list[tuple[CpCommTy
             hierarchies = [n for n in hierarchies if mixer.heads % (tp * n) == 0 and several[n]]
             if pack == "megatron-core" and mixer.window:
                 ring, hierarchies = False, []
+            if instance.workload.attention == "unfused" and pack != "free":
+                ring, gather, hierarchies = False, False, []
+                ulysses = ulysses and pack != "megatron-core"
         if isinstance(mixer, Mamba):
             if mixer.heads is None or mixer.heads % (tp * cp):
                 return []
