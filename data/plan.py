@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.data.faults import InputError
 from shardwise.data.pipeline import SCHEDULES, Layout, Schedule, chunks_faults, layout
 from shardwise.data.recompute import CORE, module_set, modules_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PLAN_VERSION = 1
 MAX_FILE_BYTES = 64_000_000
@@ -403,13 +406,16 @@ class Plan:
         degrees = _read_degrees(document.get("degrees"), faults)
         stages = _read_stages(document.get("stages"), faults)
         placement = _read_placement(document.get("placement"), faults)
-        if degrees is None or stages is None or placement is None:
+        if faults or degrees is None or stages is None or placement is None:
             raise InputError(faults)
         try:
             schedule = document.get("schedule", degrees.schedule)
             plan = Plan(degrees, stages, placement, document.get("micro_batches", 0), schedule=schedule)
         except ValueError as error:
             raise InputError(str(error)) from None
+        faults += _contradictions(document, plan.to_dict())
+        if faults:
+            raise InputError(faults)
         return replace(plan, instance=document.get("instance"), evaluation=document.get("evaluation"))
 
     @staticmethod
@@ -422,6 +428,23 @@ class Plan:
         except (ValueError, RecursionError) as error:
             raise InputError(f"plan: not JSON: {error}") from None
         return Plan.from_dict(document)
+
+
+def _contradictions(document: dict[str, Any], read: dict[str, Any]) -> Iterator[str]:
+    """Where a document says something else of what follows from the rest of it."""
+
+    def other(name: str, said: Any, own: Any) -> Iterator[str]:
+        if said != own:
+            yield f"plan.{name}={said!r:.40} does not go with the rest of the plan, which makes it {own!r}"
+
+    yield from other("kind", document.get("kind", read["kind"]), read["kind"])
+    devices = read["degrees"]["devices"]
+    yield from other("degrees.devices", document["degrees"].get("devices", devices), devices)
+    for k, (stage, own) in enumerate(zip(document["stages"], read["stages"], strict=True)):
+        yield from other(f"stages[{k}].layers", stage.get("layers", own["layers"]), own["layers"])
+        for row, (chunk, part) in enumerate(zip(stage["chunks"], own["chunks"], strict=True)):
+            first = part["first_layer"]
+            yield from other(f"stages[{k}].chunks[{row}].first_layer", chunk.get("first_layer", first), first)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -138,10 +138,12 @@ class _Passes:
         if self.run(INPUT, row):
             self.out.append(self.waiting.pop())
 
-    def weight(self) -> None:
-        """The weight gradient that has waited longest."""
-        if self.waiting:
-            self.out.append(self.waiting.pop(0))
+    def weight(self, row: int | None = None) -> None:
+        """The weight gradient that has waited longest, of a row if one is given."""
+        own = [op for op in self.waiting if row is None or op[1] == self.slots[row]]
+        if own:
+            self.waiting.remove(own[0])
+            self.out.append(own[0])
 
 
 def _zb_v(p: int, m: int, k: int) -> list[Op]:
@@ -167,9 +169,10 @@ def _zb_v(p: int, m: int, k: int) -> list[Op]:
         passes.run(INPUT, 1)
     for _ in range(p - k):
         passes.run(INPUT, 0)
-        passes.weight()
-    while passes.waiting:
-        passes.weight()
+        passes.weight(0)
+    for row in (1, 0):
+        for _ in range(p):
+            passes.weight(row)
     return passes.out
 
 

@@ -608,7 +608,7 @@ def _stage_memory(tables: CostTables, plan: Plan, stage: int) -> StageMemory:
     sharding, held = sharding_of(d), activation_bytes(tables, plan, stage)
     activations = max(
         sum(count * kept for count, kept in zip(vector, held, strict=True))
-        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
+        for vector in in_flight(d.pp, d.vpp, shape_of(plan).micro_batches, stage, plan.schedule)
     )
     states: StateBytes = state_bytes(instance, stage_params(tables, plan, stage), d)
     modes = {mode for _, _, mode in kept_layers(tables, plan, stage)}
@@ -655,7 +655,7 @@ def _stage_mib(tables: CostTables, plan: Plan, stage: int) -> int:
     total = memory.fixed + sum(count * memory.state[kind] for (kind, _, _), count in kept.items())
     total += max(
         sum(count * memory.kept(kind, vector[row], mode) for (kind, row, mode), count in kept.items())
-        for vector in in_flight(d.pp, d.vpp, plan.micro_batches, stage, plan.schedule)
+        for vector in in_flight(d.pp, d.vpp, shape_of(plan).micro_batches, stage, plan.schedule)
     )
     total += max((memory.needed(mode) for mode in {mode for _, _, mode in kept}), default=0)
     if 0 in chunks:

@@ -218,15 +218,16 @@ def simulate(instance: Instance, plan: Plan) -> Simulation:
     InputError
         When the plan does not belong to the instance, or has more passes than can be played.
     """
-    evaluation = evaluate(instance, plan)
-    tables, timed = cost_tables(instance), timed_plan(instance, plan)
-    shape, where, degrees = timed.shape, plan.layout, plan.degrees
-    once = passes_per_step(plan.schedule, shape.micro_batches)
+    where, degrees = plan.layout, plan.degrees
+    once = passes_per_step(plan.schedule, plan.micro_batches)
     count = len(where.stage) * len(once.kinds) * once.micro_batches
     if count > MAX_PASSES:
         raise InputError(
             f"micro_batches={plan.micro_batches} make up to {count} passes, at most {MAX_PASSES} are simulated"
         )
+    evaluation = evaluate(instance, plan)
+    tables, timed = cost_tables(instance), timed_plan(instance, plan)
+    shape = timed.shape
     passes, transfers = played(shape, where, timed.passes.durations, timed.passes.lags, timed.coefficients.sends)
     spans = passes.spans
     tails = tuple(_tail(tables, plan, timed, k, float(spans.end[k])) for k in range(degrees.pp))

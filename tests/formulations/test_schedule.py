@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.formulations.schedule import in_flight, in_flight_once
+from shardwise.formulations.schedule import in_flight, in_flight_once, orders
 
 Vector = tuple[int, ...]
 
@@ -96,3 +96,17 @@ def test_the_vector_after_the_warm_up_is_a_moment_of_the_order(
 
 def test_one_stage_holds_one_micro_batch() -> None:
     assert in_flight(1, 1, 16, 0) == ((1,),)
+
+
+def test_zb_v_ends_with_the_weight_gradients_of_its_second_chunk_before_those_of_its_first() -> None:
+    # torch distributed/pipelining/schedules.py, `ScheduleZBVZeroBubble`, cool-down of p=3, m=5: stage k runs k input
+    # gradients of both chunks (a and b), p - k of chunk a with a weight gradient of a behind each, then the weight
+    # gradients of b that are left, then those of a.
+    expected = [
+        "Ia2 Wa2 Ia3 Wa3 Ia4 Wa4",
+        "Ia2 Ib4 Ia3 Wa2 Ia4 Wa3 Wb4 Wa4",
+        "Ia2 Ib3 Ia3 Ib4 Ia4 Wa2 Wb3 Wb4 Wa3 Wa4",
+    ]
+    for k, (order, end) in enumerate(zip(orders("zb-v", 3, 2, 5), expected, strict=True)):
+        words = [f"{'FBIW'[kind]}{'a' if slot == k else 'b'}{i}" for kind, slot, i in order]
+        assert words[-len(end.split()) :] == end.split()

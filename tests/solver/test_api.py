@@ -367,3 +367,18 @@ def test_a_plan_survives_its_json_with_the_instance() -> None:
         sw.Plan.from_dict(plan.to_dict() | {"version": 2})
     with pytest.raises(ValueError, match="pp=2"):
         replace(plan, stages=plan.stages[:1])
+
+
+def test_a_plan_that_contradicts_itself_or_has_unknown_degrees_is_refused() -> None:
+    document = plan_from_degrees(instance(), sw.Degrees(tp=2, pp=2, dp=2, sequence_parallel=True)).to_dict()
+    own = document["stages"][1]
+    moved = own | {"chunks": [own["chunks"][0] | {"first_layer": 0}]}
+    for changed, fault in (
+        ({"degrees": document["degrees"] | {"tpp": 4}}, r"degrees\.tpp is unknown"),
+        ({"degrees": document["degrees"] | {"devices": 7}}, r"degrees\.devices=7 .* 8"),
+        ({"kind": "serving"}, "kind='serving'"),
+        ({"stages": [document["stages"][0], own | {"layers": 1}]}, r"stages\[1\]\.layers=1"),
+        ({"stages": [document["stages"][0], moved]}, r"stages\[1\]\.chunks\[0\]\.first_layer=0"),
+    ):
+        with pytest.raises(sw.InputError, match=fault):
+            sw.Plan.from_dict(document | changed)

@@ -278,7 +278,26 @@ def test_a_plan_that_its_schedule_cannot_run_is_simulated_mended_and_stays_illeg
     assert simulation.step_time_s == pytest.approx(simulation.evaluation.step_time_s, rel=1e-9)
 
 
-def test_a_plan_of_too_many_passes_is_refused_in_words() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "micro_batches"),
+    [("dualpipe", 1, 1), ("dualpipe", 1, 5), ("dualpipe-v", 2, 3), ("interleaved-1f1b", 3, 5)],
+)
+def test_the_memory_of_a_mended_plan_is_that_of_the_passes_simulated(
+    schedule: Schedule, vpp: int, micro_batches: int
+) -> None:
+    plan = plan_from_degrees(TOY, Degrees(pp=4, vpp=vpp), schedule=schedule)
+    simulation = simulate(TOY, replace(plan, micro_batches=micro_batches))
+    assert simulation.micro_batches > micro_batches
+    assert not simulation.evaluation.legal
+    for memory, lines in zip(simulation.memory, simulation.evaluation.stages, strict=True):
+        assert memory.peak_bytes == pytest.approx(lines.total, rel=1e-9)
+
+
+def test_a_plan_of_too_many_passes_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> None:
+        raise AssertionError("refused after it was evaluated")
+
+    monkeypatch.setattr("shardwise.solver.simulate.evaluate", late)
     plan = replace(plan_from_degrees(TOY, Degrees(pp=4)), micro_batches=2**20)
     with pytest.raises(sw.InputError, match="passes, at most"):
         simulate(TOY, plan)
