@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pytest
@@ -11,7 +11,11 @@ import shardwise as sw
 from shardwise.data.cluster_catalog import load_cluster
 from shardwise.data.hf_config import model_from_config
 from shardwise.data.instance import Instance
+from shardwise.data.limits import parse_limits
 from shardwise.solver.evaluate import model_flops
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SIZES = {
     "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
@@ -75,3 +79,21 @@ def test_a_column_that_no_table_has_is_told(column: str) -> None:
     assert one["reason"] == f"column {column} cannot be told by a table; use evaluate"
     assert other["legal"]
     assert not other["reason"]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("modules", ["any", "mlp"])
+def test_modules_are_of_selective_recompute(mode: str, modules: str) -> None:
+    with pytest.raises(sw.InputError, match=f"recompute_modules needs recompute=selective, not {mode}"):
+        parse_limits([f"recompute={mode}", f"recompute_modules={modules}"])
+
+
+def test_a_share_of_no_rows_is_not_told(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        "id,model,gpu,n_gpus,seq_len,micro_batch,global_batch,framework,tp,pp,step_time_s\n"
+        "a,llama-3.1-8b,H100,16,8192,1,128,Megatron-Core,4,1,7.1\n"
+    )
+    overall = sw.validate(str(rows)).overall
+    assert "oom_caught" not in overall
+    assert overall["ran_refused"] == 0
