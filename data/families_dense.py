@@ -43,7 +43,8 @@ def llama_like(
     has_bias = bias or qkv_only or attention_bias
     has_out_bias = out_bias if out_bias is not None else attention_bias
     mlp_bias = c.flag("mlp_bias", default=False)
-    every = windows(c, layers, (pattern * layers)[:layers] if pattern else None) if windowed else [None] * layers
+    default = (pattern * -(-layers // len(pattern)))[:layers] if pattern else None
+    every = windows(c, layers, default) if windowed else [None] * layers
     kinds = Kinds()
 
     def make(window: int | None) -> LayerKind:
@@ -78,12 +79,21 @@ def mistral(c: Fields) -> Build:
     return llama_like(c, pattern="S")
 
 
+def qwen_pattern(c: Fields) -> str | None:
+    """Qwen has a window where `use_sliding_window` says so alone, from layer `max_window_layers` on (transformers
+    models/qwen2/configuration_qwen2.py)."""
+    if not c.flag("use_sliding_window", default=False):
+        c.raw["use_sliding_window"] = False
+        return None
+    return "F" * c.integer("max_window_layers", default=28, least=0, most=MAX_LAYERS) + "S" * MAX_LAYERS
+
+
 def qwen2(c: Fields) -> Build:
-    return llama_like(c, bias=True, out_bias=False, windowed=False)
+    return llama_like(c, bias=True, out_bias=False, pattern=qwen_pattern(c))
 
 
 def qwen3(c: Fields) -> Build:
-    return llama_like(c, qk_norm="head", windowed=False)
+    return llama_like(c, qk_norm="head", pattern=qwen_pattern(c))
 
 
 def glm(c: Fields) -> Build:

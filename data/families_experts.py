@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.data.families_dense import qwen_pattern
 from shardwise.data.family_build import Build, Kinds, head_sizes, marked_layers, mtp_depth, windows
-from shardwise.data.model import Latent, LayerKind, Tensor
+from shardwise.data.model import MAX_LAYERS, Latent, LayerKind, Tensor
 from shardwise.data.model_parts import (
     FfnPart,
     MixerPart,
@@ -140,15 +141,16 @@ def moe_transformer(
 
 
 def mixtral(c: Fields) -> Build:
-    return moe_transformer(c)
+    """Every layer has the window, when there is one."""
+    return moe_transformer(c, windowed=True, pattern="S" * MAX_LAYERS)
 
 
 def qwen3_moe(c: Fields) -> Build:
-    return moe_transformer(c, qk_norm="head")
+    return moe_transformer(c, qk_norm="head", windowed=True, pattern=qwen_pattern(c))
 
 
 def qwen2_moe(c: Fields) -> Build:
-    return moe_transformer(c, bias=True, shared_gate=True)
+    return moe_transformer(c, bias=True, shared_gate=True, windowed=True, pattern=qwen_pattern(c))
 
 
 def glm4_moe(c: Fields) -> Build:
@@ -244,6 +246,9 @@ def mimo_v2(c: Fields) -> Build:
 def gemma4(c: Fields) -> Build:
     """Gemma 4 with experts: a dense part and experts side by side, wide heads and shared keys in full layers."""
     hidden, layers = c.integer("hidden_size"), c.layers()
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if c.optional(name):
+            c.fault(name, "must be 0 (embeddings of every layer and shared keys, as in E2B and E4B, are not supported)")
     types = c.per_layer("layer_types", layers, ("sliding_attention", "full_attention")) or []
     heads, window = c.integer("num_attention_heads"), c.integer("sliding_window")
     local = (c.integer("num_key_value_heads"), c.integer("head_dim"))

@@ -74,8 +74,7 @@ def windows(c: Fields, layers: int, default: str | None = None) -> list[int | No
         types = [{"S": "sliding_attention"}.get(letter, "full_attention") for letter in given or default or ""]
         if default and not given and window:
             c.assumed.append(f"layer_types={default[:12]}... (the family's pattern; not in the config)")
-    if len(types) < layers:
-        types = [*types, *(["full_attention"] * (layers - len(types)))]
+    types = [*types[:layers], *(["full_attention"] * (layers - len(types)))]
     return [window if kind == "sliding_attention" else None for kind in types]
 
 

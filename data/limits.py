@@ -212,6 +212,9 @@ def parse_limits(texts: Iterable[str]) -> Limits:
         for name, values in (*named.items(), ("recompute_modules", modules))
         if len(values) > 1
     ]
+    if modules and named["recompute"] - {"selective"}:
+        said = ", ".join(sorted(named["recompute"]))
+        faults.append(f"limits contradict each other: recompute_modules needs recompute=selective, not {said}")
     if faults:
         raise InputError(faults)
     recompute, schedule, cp_comm_type = (next(iter(named[name]), None) for name in NAMED)

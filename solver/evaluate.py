@@ -20,7 +20,7 @@ from shardwise.data.recompute import ANY
 from shardwise.data.rules import plan_faults, plan_risks
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
-from shardwise.formulations.layer_costs import packed_keys, sharding_of
+from shardwise.formulations.layer_costs import sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
@@ -361,9 +361,9 @@ def admitted_units(instance: Instance, plan: Plan, unit_s: float) -> int | None:
 
 def model_flops(instance: Instance) -> float:
     """Floating-point operations of one step without recompute: 6 per active parameter and token, 12 h s per layer
-    with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B). Of packed documents s
-    is their mean length by tokens; a frozen parameter has no weight gradient and counts 4, those of its adapter 6; (L13) has
-    its layer, its matrix and the head once more."""
+    with softmax attention, half of it for causal (Chowdhery et al., arXiv 2204.02311, appendix B), and with a window what it
+    lets a query see. Of packed documents s is their mean length by tokens; a frozen parameter has no weight gradient and
+    counts 4, those of its adapter 6; (L13) has its layer, its matrix and the head once more."""
     model, workload = instance.model, instance.workload
     attention = 0.0
     for kind in model.layers:
@@ -382,9 +382,15 @@ def model_flops(instance: Instance) -> float:
 
 def _attention_flops(instance: Instance, mixer: Attention) -> float:
     """Of the core of one layer, per token."""
-    seq_len, keys = instance.workload.seq_len, packed_keys(instance, mixer.window, causal=False)
-    keys = min(seq_len, mixer.window or seq_len) if keys is None else keys
-    return 6 * mixer.heads * (mixer.head_dim + mixer.v_head_dim) * keys / 2
+    seq_len, documents = instance.workload.seq_len, instance.workload.documents
+    keys = sum(share * _keys(length, mixer.window) for length, share in documents or ((seq_len, 1.0),))
+    return 6 * mixer.heads * (mixer.head_dim + mixer.v_head_dim) * keys
+
+
+def _keys(length: float, window: int | None) -> float:
+    """Keys that a query meets on the mean: half of the length, and with a window w of it w - w^2 / (2 length)."""
+    reach = min(length, window or length)
+    return reach - reach * reach / (2 * length)
 
 
 def _active_adapter_params(instance: Instance) -> float:

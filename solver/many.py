@@ -30,6 +30,11 @@ SHARES = ("expert_imbalance", "expert_capacity")
 PACKS = ("rules", "profile")
 TEXTS = ("model", "cluster", *WORKLOAD, *PACKS)
 SHAPE = ("recompute", "schedule")
+ELSEWHERE = (
+    "stages", "recompute_modules", "rank_order", "lengths", "offload_optimizer", "offload_param", "offload_activations",
+    "offload_layers",
+)  # fmt: skip
+"""What `evaluate` can be told and no column can."""
 ADDED = {
     "step_time_s": "float64",
     "tokens_per_s_per_device": "float64",
@@ -132,6 +137,7 @@ def _rows(table: pd.DataFrame) -> list[Cells]:
 
 def _planned(given: Cells, seen: _Seen) -> tuple[_Known, Plan]:
     missing = [f"column {name} is missing or empty" for name in NEEDED if name not in given]
+    missing += [f"column {name} cannot be told by a table; use evaluate" for name in ELSEWHERE if name in given]
     if missing:
         raise InputError(missing)
     numbers = _numbers(given)

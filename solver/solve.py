@@ -98,7 +98,7 @@ def solve(
     workload: Training | None = None,
     *,
     instance: Instance | None = None,
-    rules: str = "megatron-core",
+    rules: str | None = None,
     profile: str | None = None,
     limits: Iterable[str] = (),
     objective: str = "step-time",
@@ -121,9 +121,9 @@ def solve(
     workload
         What is trained: sequence length, global batch, precision, optimizer.
     instance
-        Instead of model, cluster, workload, rules, profile and limits.
+        Instead of model, cluster, workload, rules, profile and limits, none of which may be given beside it.
     rules
-        The framework that has to accept the plan, as in `build_instance`.
+        The framework that has to accept the plan, as in `build_instance`; megatron-core without it.
     profile
         That of the rule pack without it.
     limits
@@ -181,9 +181,15 @@ def solve(
             faults.append("give model, cluster and workload, or an instance")
         else:
             try:
-                instance = build_instance(model, cluster, workload, rules=rules, profile=profile, limits=limits)
+                instance = build_instance(
+                    model, cluster, workload, rules=rules or "megatron-core", profile=profile, limits=limits
+                )
             except InputError as error:
                 faults += error.faults
+    else:
+        parts = {"model": model, "cluster": cluster, "workload": workload, "rules": rules, "profile": profile}
+        beside = [name for name, part in (*parts.items(), ("limits", tuple(limits) or None)) if part is not None]
+        faults += [f"{name} cannot be given beside an instance, which has its own" for name in beside]
     goal = Objective(objective, price)  # type: ignore[arg-type]
     if instance is not None and objective in OBJECTIVES:
         faults += goal.faults(instance)

@@ -358,8 +358,8 @@ def _overall(
         "time_mape_mean_of_sources": _mean(np.array([s.time_mape for s in sources if s.time_mape is not None])),
         "time_mape_over_rows": _mean(np.abs(errors)),
         "memory_mape_over_rows": _mean(np.abs(memory)),
-        "oom_caught": tally["oom_caught"] / max(tally["oom_caught"] + tally["oom_missed"], 1),
-        "ran_refused": tally["ran_refused"] / max(tally["ran_refused"] + tally["ran_admitted"], 1),
+        "oom_caught": _share(tally["oom_caught"], tally["oom_missed"]),
+        "ran_refused": _share(tally["ran_refused"], tally["ran_admitted"]),
         "sweeps": len(sweeps),
         "tau_mean": _mean(np.array([s.tau for s in sweeps])),
         "regret_mean": _mean(np.array([s.regret for s in sweeps])),
@@ -371,6 +371,10 @@ def _overall(
         )
         out["left_out_mape_over_rows"] = _mean(np.abs(left_out / timed.measured_s - 1))
     return {name: float(value) for name, value in out.items() if value is not None}
+
+
+def _share(some: int, others: int) -> float | None:
+    return some / (some + others) if some + others else None
 
 
 def _mean(values: Floats) -> float | None:
