@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.data.family_build import Build, Kinds, head_sizes, mtp_depth, windows
+from shardwise.data.family_build import Build, Kinds, attention_biases, head_sizes, mtp_depth, windows
 from shardwise.data.model import MAX_LAYERS
 from shardwise.data.model_parts import (
     Norm,
@@ -38,10 +38,9 @@ def llama_like(
     hidden, layers = c.integer("hidden_size"), c.layers()
     heads = head_sizes(c, hidden)
     intermediate = c.integer("intermediate_size")
-    qkv_only = c.raw.get("attention_bias") == "qkv"  # as catalogue rows write it
-    attention_bias = not qkv_only and c.flag("attention_bias", default=False)
-    has_bias = bias or qkv_only or attention_bias
-    has_out_bias = out_bias if out_bias is not None else attention_bias
+    own_bias, own_out_bias = attention_biases(c)
+    has_bias = bias or own_bias
+    has_out_bias = out_bias if out_bias is not None else own_out_bias
     mlp_bias = c.flag("mlp_bias", default=False)
     default = (pattern * -(-layers // len(pattern)))[:layers] if pattern else None
     every = windows(c, layers, default) if windowed else [None] * layers
@@ -79,21 +78,22 @@ def mistral(c: Fields) -> Build:
     return llama_like(c, pattern="S")
 
 
-def qwen_pattern(c: Fields) -> str | None:
-    """Qwen has a window where `use_sliding_window` says so alone, from layer `max_window_layers` on (transformers
-    models/qwen2/configuration_qwen2.py)."""
-    if not c.flag("use_sliding_window", default=False):
-        c.raw["use_sliding_window"] = False
-        return None
+def qwen_windowed(c: Fields) -> bool:
+    """Qwen has a window only where the config says that it is used."""
+    return c.flag("use_sliding_window", default=False)
+
+
+def qwen_pattern(c: Fields) -> str:
+    """Then from layer `max_window_layers` on (transformers models/qwen2/configuration_qwen2.py)."""
     return "F" * c.integer("max_window_layers", default=28, least=0, most=MAX_LAYERS) + "S" * MAX_LAYERS
 
 
 def qwen2(c: Fields) -> Build:
-    return llama_like(c, bias=True, out_bias=False, pattern=qwen_pattern(c))
+    return llama_like(c, bias=True, out_bias=False, windowed=qwen_windowed(c), pattern=qwen_pattern(c))
 
 
 def qwen3(c: Fields) -> Build:
-    return llama_like(c, qk_norm="head", pattern=qwen_pattern(c))
+    return llama_like(c, qk_norm="head", windowed=qwen_windowed(c), pattern=qwen_pattern(c))
 
 
 def glm(c: Fields) -> Build:

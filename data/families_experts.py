@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.data.families_dense import qwen_pattern
-from shardwise.data.family_build import Build, Kinds, head_sizes, marked_layers, mtp_depth, windows
+from shardwise.data.families_dense import qwen_pattern, qwen_windowed
+from shardwise.data.family_build import Build, Kinds, attention_biases, head_sizes, marked_layers, mtp_depth, windows
 from shardwise.data.model import MAX_LAYERS, Latent, LayerKind, Tensor
 from shardwise.data.model_parts import (
     FfnPart,
@@ -146,18 +146,22 @@ def mixtral(c: Fields) -> Build:
 
 
 def qwen3_moe(c: Fields) -> Build:
-    return moe_transformer(c, qk_norm="head", windowed=True, pattern=qwen_pattern(c))
+    bias, out_bias = attention_biases(c)
+    return moe_transformer(
+        c, bias=bias, out_bias=out_bias, qk_norm="head", windowed=qwen_windowed(c), pattern=qwen_pattern(c)
+    )
 
 
 def qwen2_moe(c: Fields) -> Build:
-    return moe_transformer(c, bias=True, shared_gate=True, windowed=True, pattern=qwen_pattern(c))
+    return moe_transformer(c, bias=True, shared_gate=True, windowed=qwen_windowed(c), pattern=qwen_pattern(c))
 
 
 def glm4_moe(c: Fields) -> Build:
     """GLM-4.5: query/key/value biases, router correction bias, query and key norms in the large one."""
     c.raw.setdefault("n_shared_experts", 1)
     qk_norm = c.flag("use_qk_norm", default=c.raw.get("qk_norm") is True)
-    return moe_transformer(c, bias=True, router_bias=True, qk_norm="head" if qk_norm else None)
+    bias, _ = attention_biases(c, default=True)
+    return moe_transformer(c, bias=bias, router_bias=True, qk_norm="head" if qk_norm else None)
 
 
 def gpt_oss(c: Fields) -> Build:

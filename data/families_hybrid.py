@@ -45,6 +45,8 @@ def qwen3_next(c: Fields) -> Build:
         "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)
     ]
     routed = c.has("num_experts")
+    if routed and c.raw.get("mlp_only_layers"):
+        c.fault("mlp_only_layers", "must be empty (layers without experts are not supported here)")
     ffn = experts_of(c, hidden, shared_gate=True) if routed else mlp(hidden, c.integer("intermediate_size"), gated=True)
     depth = c.integer("mtp_num_hidden_layers", default=0, least=0, most=64)
     c.check()

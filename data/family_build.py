@@ -60,6 +60,15 @@ def head_sizes(c: Fields, hidden: int, *, kv_default: int | None = None) -> Head
     return Heads(heads, kv_heads, head_dim)
 
 
+def attention_biases(c: Fields, *, default: bool = False) -> tuple[bool, bool]:
+    """Whether queries, keys and values have biases, and whether the output has; catalogue rows write "qkv" for the first
+    alone."""
+    if c.raw.get("attention_bias") == "qkv":
+        return True, False
+    every = c.flag("attention_bias", default=default)
+    return every, every
+
+
 def window_of(c: Fields, *, used: bool) -> int | None:
     """The sliding window, if the family or the config uses it."""
     return c.optional("sliding_window") if used and c.flag("use_sliding_window", default=True) else None

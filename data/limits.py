@@ -139,6 +139,8 @@ def parse_limits(texts: Iterable[str]) -> Limits:
     InputError
         Naming every limit that cannot be read, has an unknown variable, or contradicts another.
     """
+    if isinstance(texts, str):
+        raise InputError(f"limits={texts!r:.60} must be a list of texts, such as [{texts!r:.60}]")
     faults: list[str] = []
     ranges: dict[str, Range] = {}
     pinned: dict[int, Range] = {}

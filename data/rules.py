@@ -354,11 +354,12 @@ def overlap_faults(rules: Rules, workload: Training) -> list[str]:
 def capacity_faults(rules: Rules, model: Model, workload: Training) -> list[str]:
     """The capacity of experts: the pack has one, and no expert is to take more tokens than there are (Megatron
     core/transformer/moe/moe_utils.py, `apply_router_token_dropping`; DeepSpeed moe/sharded_moe.py, `topkgating`)."""
-    factor = workload.expert_capacity
-    if factor is None:
-        return []
+    factor, load = workload.expert_capacity, workload.expert_imbalance
     parts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
-    faults = [] if parts else [f"expert_capacity={factor:g}: {model.name} has no experts"]
+    faults = [f"expert_imbalance={load:g}: {model.name} has no experts"] if load > 1 and not parts else []
+    if factor is None:
+        return faults
+    faults += [] if parts else [f"expert_capacity={factor:g}: {model.name} has no experts"]
     if rules.capacity == "none":
         faults.append(f"expert_capacity={factor:g}: {rules.name} drops no tokens")
     elif rules.capacity == "padded" and not workload.pad_experts:
@@ -427,6 +428,15 @@ def is_linear(placement: Placement) -> bool:
         if factor > 1
     ]
     return levels == sorted(levels)
+
+
+def block_faults(plan: Plan) -> list[str]:
+    """Blocks of full recompute begin every chunk, and are no longer than the longest."""
+    largest = max(plan.chunk_layers)
+    blocks = {stage.recompute_layers for stage in plan.stages if stage.recompute_layers > max(largest, 1)}
+    return [
+        f"recompute_layers={block} is more than the {largest} layers of the largest chunk" for block in sorted(blocks)
+    ]
 
 
 def stage_faults(rules: Rules, model: Model, plan: Plan, precision: str) -> list[str]:
@@ -600,6 +610,7 @@ def expert_group_faults(rules: Rules, model: Model, tp: int, ep: int, etp: int) 
     experts = list(dict.fromkeys(kind.ffn for kind in model.kinds if isinstance(kind.ffn, Moe)))
     faults = absent_faults(rules, ep=ep)
     faults += [f"ep={ep} needs a model with experts"] if ep > 1 and not experts else []
+    faults += [f"etp={etp} needs a model with experts"] if etp not in (1, tp) and not experts else []
     faults += [f"ep={ep} does not divide num_experts={part.experts}" for part in experts if part.experts % ep]
     ways = f"tp={tp}" if etp == tp else f"etp={etp}"
     faults += [
@@ -756,6 +767,7 @@ def plan_faults(rules: Rules, model: Model, workload: Training, plan: Plan) -> l
     faults += activations_faults(rules, len(model.layers), d.pp, d.offload_layers, recomputed)
     faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan, precision)
+    faults += block_faults(plan)
     faults += rank_faults(rules, plan.placement)
     if rules.linear_ranks:
         faults += order_faults(d, plan.placement)

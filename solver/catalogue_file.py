@@ -193,6 +193,7 @@ class _Reader:
         self.clusters: dict[tuple[str, int | None], Cluster | None] = {}
         self.settings: dict[tuple[int, ...], Settings] = {}
         self.drops = [condition for text in form.drop if (condition := self._read(_condition, text, "drop"))]
+        self.met = [False] * len(form.override)
         self.wheres = [self._read(_condition, own.where, f"override[{i}].where") for i, own in enumerate(form.override)]
 
     def catalogue(self, name: str) -> Catalogue:
@@ -224,6 +225,9 @@ class _Reader:
                     dropped += 1
                 else:
                     cells.setdefault(_identity(cell), cell)
+        if not self.faults:
+            never = [(i, own.where) for i, own in enumerate(self.form.override) if not self.met[i]]
+            self.fault(*(f"override[{i}].where={where!r} is met by no cell" for i, where in never))
         if self.faults:
             raise InputError(list(self.faults))
         if not cells:
@@ -286,7 +290,10 @@ class _Reader:
         cell = Cell(found, cluster, family, nodes, seq_len, global_batch, precision, objective, Settings())
         facts = _facts(cell, model)
         forms: list[SettingsForm] = [self.form, grid]
-        forms += [own for own, met in zip(self.form.override, self.wheres, strict=True) if met and met(facts)]
+        for index, (own, met) in enumerate(zip(self.form.override, self.wheres, strict=True)):
+            if met and met(facts):
+                forms.append(own)
+                self.met[index] = True
         settings = self._settings(forms)
         return Cell(found, cluster, family, nodes, seq_len, global_batch, precision, objective, settings)
 

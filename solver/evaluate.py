@@ -255,7 +255,8 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
     step_time_s = timed.step_time
     parts = _time_parts(tables, plan, timed)
     stages = tuple(_stage_memory(tables, plan, k) for k in range(plan.degrees.pp))
-    tokens_per_s = instance.workload.tokens_per_step / step_time_s
+    done = share_of_batch(instance, plan)
+    tokens_per_s = done * instance.workload.tokens_per_step / step_time_s
     devices = plan.degrees.devices
     peak = instance.accelerator.flops_per_s[instance.workload.peak]
     return Evaluation(
@@ -270,7 +271,7 @@ def evaluate(instance: Instance, plan: Plan, *, unit_s: float | None = None) -> 
         limit_faults=tuple(limit_faults(instance, plan)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / devices,
-        model_flops_utilization=model_flops(instance) / (step_time_s * devices * peak),
+        model_flops_utilization=done * model_flops(instance) / (step_time_s * devices * peak),
         devices=devices,
         idle_devices=max(0, instance.cluster.device_count - devices),
         nodes=prod(plan.placement.blocks[1:]),
@@ -405,11 +406,21 @@ def _active_adapter_params(instance: Instance) -> float:
     return total
 
 
+def share_of_batch(instance: Instance, plan: Plan) -> float:
+    """How much of the global batch the step takes: all of it, but for plans whose micro-batches do not make it up."""
+    d = plan.degrees
+    return shape_of(plan).micro_batches * d.micro_batch * d.dp / instance.workload.global_batch
+
+
 def _unusable(instance: Instance, plan: Plan) -> list[str]:
     """Why the plan has no numbers on this instance."""
     faults = []
     if sum(plan.chunk_layers) != len(instance.model.layers):
         faults.append(f"plan.stages hold {sum(plan.chunk_layers)} layers, the model has {len(instance.model.layers)}")
+    if plan.micro_batches > instance.workload.global_batch:
+        faults.append(
+            f"plan.micro_batches={plan.micro_batches} is more than global_batch={instance.workload.global_batch}"
+        )
     share, allowed = plan.degrees.offload_optimizer, instance.workload.offload_shares
     if share not in allowed:
         faults.append(

@@ -13,7 +13,7 @@ from shardwise.data.workload import Training
 from shardwise.formulations.memory_table import MemoryLines, memory_table
 from shardwise.formulations.table import UnitTimes, plan_table, step_times_s
 from shardwise.solver.default_plan import degrees_from, plan_from_degrees
-from shardwise.solver.evaluate import broken_rules, cost_tables
+from shardwise.solver.evaluate import broken_rules, cost_tables, share_of_batch
 from shardwise.solver.solve import build_instance
 
 if TYPE_CHECKING:
@@ -173,7 +173,10 @@ def _evaluated(rows: list[_Row], profile: Profile) -> list[Cells]:
         records.append(
             {
                 "step_time_s": time,
-                "tokens_per_s_per_device": instance.workload.tokens_per_step / time / plan.degrees.devices,
+                "tokens_per_s_per_device": share_of_batch(instance, plan)
+                * instance.workload.tokens_per_step
+                / time
+                / plan.degrees.devices,
                 "peak_memory_gb": peak / 1e9,
                 "legal": not faults,
                 "fits": fits,

@@ -153,3 +153,8 @@ def test_the_shipped_catalogue_has_the_cells_that_it_promises() -> None:
     assert len({cell.objective for cell in cells}) == 2
     assert len({cell.nodes for cell in cells}) > 2
     assert all(task.instance is not None for task in tasks_of(cells))
+
+
+def test_an_override_that_no_cell_meets_is_told() -> None:
+    with pytest.raises(sw.InputError, match=r"override\[0\]\.where='model=smal' is met by no cell"):
+        parse_catalogue(BASE + '\n[[override]]\nwhere = "model=smal"\ntime_limit_s = 20\n')

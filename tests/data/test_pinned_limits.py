@@ -46,3 +46,10 @@ def test_a_layer_that_the_model_has_not_is_refused() -> None:
     with pytest.raises(InputError) as caught:
         build_instance("llama-3.1-8b", "dgx-h100:1", Training(4096, 8), limits=["stage[32]=0"])
     assert "limit on stage[32]: the model has layers 0 to 31" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("modules", ["any", "mlp"])
+def test_modules_are_of_selective_recompute(mode: str, modules: str) -> None:
+    with pytest.raises(InputError, match=f"recompute_modules needs recompute=selective, not {mode}"):
+        parse_limits([f"recompute={mode}", f"recompute_modules={modules}"])

@@ -382,3 +382,75 @@ def test_a_plan_that_contradicts_itself_or_has_unknown_degrees_is_refused() -> N
     ):
         with pytest.raises(sw.InputError, match=fault):
             sw.Plan.from_dict(document | changed)
+
+
+@pytest.mark.parametrize("more", [{"limits": ["tp=4"]}, {"rules": "torchtitan"}, {"model": "llama-3.1-8b"}])
+def test_solve_takes_nothing_beside_an_instance(more: dict[str, Any]) -> None:
+    instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 8))
+    with pytest.raises(sw.InputError, match=f"{next(iter(more))} cannot be given beside an instance"):
+        sw.solve(instance=instance, **more)
+
+
+@pytest.mark.parametrize("column", ["stages", "recompute_modules", "offload_optimizer", "rank_order"])
+def test_a_column_that_no_table_has_is_told(column: str) -> None:
+    row = {"model": "llama-3.2-1b", "cluster": "dgx-h100:1", "seq_len": 2048, "global_batch": 8}
+    one, other = sw.evaluate_many(pd.DataFrame([{**row, column: "1"}, {**row, column: None}])).to_dict("records")
+    assert pd.isna(one["legal"])
+    assert one["reason"] == f"column {column} cannot be told by a table; use evaluate"
+    assert other["legal"]
+    assert not other["reason"]
+
+
+def test_the_rates_of_a_batch_that_does_not_divide_are_those_of_what_is_done() -> None:
+    """64 sequences in micro-batches of 3 on 8 devices: 48 are done, so the rate is that of a batch of 48."""
+
+    def rates(global_batch: int) -> tuple[float, float, float]:
+        instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, global_batch))
+        plan = plan_from_degrees(instance, degrees_from(instance, dp=8, micro_batch=3))
+        evaluation = sw.evaluate(instance, plan)
+        return evaluation.step_time_s, evaluation.tokens_per_s, evaluation.model_flops_utilization
+
+    assert rates(64) == pytest.approx(rates(48))
+    rows = pd.DataFrame(
+        [
+            {
+                "model": "llama-3.2-1b",
+                "cluster": "dgx-h100:1",
+                "seq_len": 2048,
+                "global_batch": n,
+                "dp": 8,
+                "micro_batch": 3,
+            }
+            for n in (64, 48)
+        ]
+    )
+    uneven, even = sw.evaluate_many(rows).to_dict("records")
+    assert (uneven["legal"], even["legal"]) == (False, True)
+    assert uneven["tokens_per_s_per_device"] == pytest.approx(even["tokens_per_s_per_device"])
+
+
+def test_a_plan_of_more_micro_batches_than_the_batch_is_refused_before_it_is_timed() -> None:
+    instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 64))
+    plan = replace(plan_from_degrees(instance, degrees_from(instance, dp=8)), micro_batches=2**20)
+    with pytest.raises(sw.InputError, match=r"plan\.micro_batches=1048576 is more than global_batch=64"):
+        sw.evaluate(instance, plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"dp": 4, "tp": 2, "etp": 4}, "etp=4 needs a model with experts"),
+        ({"dp": 8}, "recompute_layers=99 is more than the 16 layers of the largest chunk"),
+    ],
+)
+def test_what_the_model_has_no_use_for_is_illegal(given: dict[str, Any], fault: str) -> None:
+    instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 64))
+    plan = plan_from_degrees(instance, degrees_from(instance, **given), recompute="full", recompute_layers=99)
+    assert fault in sw.evaluate(instance, plan).faults
+
+
+def test_imbalance_without_experts_and_limits_in_one_text_are_told() -> None:
+    with pytest.raises(sw.InputError, match=r"expert_imbalance=2: llama-3\.2-1b has no experts"):
+        sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 64, expert_imbalance=2))
+    with pytest.raises(sw.InputError, match="limits='pp<=8' must be a list of texts"):
+        sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 64), limits="pp<=8")

@@ -222,6 +222,23 @@ def test_evaluate_takes_uneven_stages() -> None:
     assert "whole numbers" in wrong.stderr
 
 
+def test_evaluate_says_over_which_levels_experts_spread() -> None:
+    out = invoked(
+        "evaluate",
+        "qwen3-30b-a3b",
+        "dgx-h100:2",
+        "--seq-len",
+        "4096",
+        "--global-batch",
+        "64",
+        "--ep",
+        "16",
+        "--etp",
+        "1",
+    )
+    assert "traffic: dp over node and fabric, ep over node and fabric" in out.stdout
+
+
 def test_evaluate_says_when_a_plan_does_not_fit() -> None:
     done = run("evaluate", "llama-3.1-70b", "dgx-h100:1", *TRAINING, "--tp", "8")
     assert done.returncode == 1

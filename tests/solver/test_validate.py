@@ -169,3 +169,14 @@ def test_a_profile_or_file_that_is_not_there_is_named() -> None:
         validate("no-such.csv")
     with pytest.raises(InputError, match="no-such"):
         validate([], profile="no-such")
+
+
+def test_a_share_of_no_rows_is_not_told(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        "id,model,gpu,n_gpus,seq_len,micro_batch,global_batch,framework,tp,pp,step_time_s\n"
+        "a,llama-3.1-8b,H100,16,8192,1,128,Megatron-Core,4,1,7.1\n"
+    )
+    overall = validate(str(rows)).overall
+    assert "oom_caught" not in overall
+    assert overall["ran_refused"] == 0

@@ -1,21 +1,17 @@
-"""What a stranger met: fields, columns and arguments that were passed over, and model FLOPs of windows."""
+"""Sliding windows as config files state them, and the model FLOPs that they leave."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pandas as pd
 import pytest
 
 import shardwise as sw
 from shardwise.data.cluster_catalog import load_cluster
 from shardwise.data.hf_config import model_from_config
 from shardwise.data.instance import Instance
-from shardwise.data.limits import parse_limits
+from shardwise.data.model import Attention
 from shardwise.solver.evaluate import model_flops
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZES = {
     "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
@@ -27,7 +23,7 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
 
 def windows(kind: str, **fields: Any) -> list[int | None]:
     model = model_from_config({**SIZES, "model_type": kind, **fields}, "it")
-    return [layer.mixer.window for layer in model.layers]
+    return [layer.mixer.window for layer in model.layers if isinstance(layer.mixer, Attention)]
 
 
 def test_gpt_oss_without_layer_types() -> None:
@@ -64,36 +60,15 @@ def test_model_flops_of_a_window_count_what_a_query_sees(window: int) -> None:
     assert flops() - flops(sliding_window=window) == pytest.approx(whole * (1 - met / 2048), rel=2e-3, abs=1)
 
 
-@pytest.mark.parametrize("more", [{"limits": ["tp=4"]}, {"rules": "torchtitan"}, {"model": "llama-3.1-8b"}])
-def test_solve_takes_nothing_beside_an_instance(more: dict[str, Any]) -> None:
-    instance = sw.build_instance("llama-3.2-1b", "dgx-h100:1", sw.Training(2048, 8))
-    with pytest.raises(sw.InputError, match=f"{next(iter(more))} cannot be given beside an instance"):
-        sw.solve(instance=instance, **more)
+def test_biases_of_attention_are_those_of_the_config() -> None:
+    def params(kind: str, **fields: Any) -> int:
+        return model_from_config({**SIZES, **MOE, "model_type": kind, **fields}, "it").params
 
-
-@pytest.mark.parametrize("column", ["stages", "recompute_modules", "offload_optimizer", "rank_order"])
-def test_a_column_that_no_table_has_is_told(column: str) -> None:
-    row = {"model": "llama-3.2-1b", "cluster": "dgx-h100:1", "seq_len": 2048, "global_batch": 8}
-    one, other = sw.evaluate_many(pd.DataFrame([{**row, column: "1"}, {**row, column: None}])).to_dict("records")
-    assert pd.isna(one["legal"])
-    assert one["reason"] == f"column {column} cannot be told by a table; use evaluate"
-    assert other["legal"]
-    assert not other["reason"]
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("modules", ["any", "mlp"])
-def test_modules_are_of_selective_recompute(mode: str, modules: str) -> None:
-    with pytest.raises(sw.InputError, match=f"recompute_modules needs recompute=selective, not {mode}"):
-        parse_limits([f"recompute={mode}", f"recompute_modules={modules}"])
-
-
-def test_a_share_of_no_rows_is_not_told(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.csv"
-    rows.write_text(
-        "id,model,gpu,n_gpus,seq_len,micro_batch,global_batch,framework,tp,pp,step_time_s\n"
-        "a,llama-3.1-8b,H100,16,8192,1,128,Megatron-Core,4,1,7.1\n"
-    )
-    overall = sw.validate(str(rows)).overall
-    assert "oom_caught" not in overall
-    assert overall["ran_refused"] == 0
+    out, qkv = 1024, 8 * 128 + 2 * 2 * 128
+    assert params("qwen3_moe", attention_bias=True) - params("qwen3_moe") == 8 * (qkv + out)
+    glm = {"n_routed_experts": 8, "first_k_dense_replace": 0}
+    assert params("glm4_moe", **glm) - params("glm4_moe", attention_bias=False, **glm) == 8 * qkv
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    linear = {f"linear_{name}": 4 for name in names}
+    with pytest.raises(sw.InputError, match="mlp_only_layers"):
+        params("qwen3_next", mlp_only_layers=[1], **linear)
