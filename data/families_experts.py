@@ -214,7 +214,9 @@ def llama4(c: Fields) -> Build:
     for index in range(layers):
         window = None if (index + 1) % 4 == 0 else chunk
         routed = (index + 1) % step == 0
-        mixer = attention(hidden, heads.heads, heads.kv_heads, heads.head_dim, window=window)
+        mixer = attention(
+            hidden, heads.heads, heads.kv_heads, heads.head_dim, window=window, chunked=window is not None
+        )
         made.append(
             kinds((window, routed), lambda mixer=mixer, routed=routed: layer(hidden, mixer, ffns[routed]))  # type: ignore[misc]
         )

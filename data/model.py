@@ -52,7 +52,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Softmax attention. `latent` is set for MLA; `window` limits the keys each query sees."""
+    """Softmax attention. `latent` is set for MLA; `window` limits the keys each query sees: the last so many, or where it is
+    `chunked` those of its own piece of the sequence."""
 
     heads: int
     kv_heads: int
@@ -60,6 +61,7 @@ class Attention:
     v_head_dim: int
     window: int | None = None
     latent: Latent | None = None
+    chunked: bool = False
 
     @property
     def variant(self) -> str:
@@ -69,7 +71,7 @@ class Attention:
             name = "mha"
         else:
             name = "mqa" if self.kv_heads == 1 else "gqa"
-        return f"{name}-window{self.window}" if self.window else name
+        return f"{name}-{'chunks' if self.chunked else 'window'}{self.window}" if self.window else name
 
 
 @dataclass(frozen=True, slots=True)

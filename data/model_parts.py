@@ -61,6 +61,7 @@ def attention(
     *,
     v_head_dim: int | None = None,
     window: int | None = None,
+    chunked: bool = False,
     bias: bool = False,
     out_bias: bool = False,
     qk_norm: Literal["head", "layer"] | None = None,
@@ -95,7 +96,7 @@ def attention(
         tensors += (Tensor("k_norm.weight", (kv_heads * head_dim,), "kv_heads"),)
     if sinks:
         tensors += (Tensor("sinks", (heads,), "heads"),)
-    return MixerPart(Attention(heads, kv_heads, head_dim, v_dim, window), tensors + extra)
+    return MixerPart(Attention(heads, kv_heads, head_dim, v_dim, window, chunked=chunked), tensors + extra)
 
 
 def latent_attention(

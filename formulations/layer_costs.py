@@ -42,11 +42,12 @@ micro-batch, `c` the context-parallel degree, `x = s b / c` tokens, `h` the hidd
      t ranks, once a step, is not counted. The first layer's data gradient is.
 (L11) matrices in four bits are unpacked ahead of each GEMM of both passes (Dettmers et al., arXiv 2305.14314, section 3):
      read as they are held, written in 16 bits, three launches (constants, their offset, weights).
-(L12) in packed sequences a query meets keys of its own document only. With shares p_l of documents of length l, the
-     keys(S) of (K3) become  sum p_l l keys(l) / sum p_l l,  for causal attention (E[l^2] / E[l] + 1) / 2. Kernels that
-     compute the whole S x S matrix and mask it (K4) gain nothing. Context parallelism is taken to split each document
-     evenly, as Megatron's thd format does (Transformer Engine attention); where it splits the sequence instead, the
-     busiest rank has up to c times the mean, so that the core takes at most c times as long as (L2) says.
+(L12) in packed sequences a query meets keys of its own document only, and in chunked attention those of its chunk of it.
+     With shares p_l of documents, or chunks, of length l the keys(S) of (K3) become  sum p_l l keys(l) / sum p_l l,  for
+     causal attention (E[l^2] / E[l] + 1) / 2. Kernels that compute the whole S x S matrix and mask it (K4) gain nothing.
+     Context parallelism is taken to split each document evenly, as Megatron's thd format does (Transformer Engine
+     attention); where it splits the sequence instead, the busiest rank has up to c times the mean, so that the core takes
+     at most c times as long as (L2) says.
 (L13) a module of multi-token prediction (DeepSeek-AI, arXiv 2412.19437, section 2.2; Megatron
      core/transformer/multi_token_prediction.py) runs behind the last layer, beside the head: a lookup of the next tokens,
      two norms, the matrix 2h -> h, a layer like the last one, a norm, and the head and its loss again. It is counted as
@@ -666,7 +667,7 @@ def _attention(instance: Instance, part: Attention, sharding: Sharding, tokens: 
             part.head_dim,
             part.v_head_dim,
             window=part.window,
-            keys=packed_keys(instance, part.window),
+            keys=packed_keys(instance, part),
             direction=direction,
             kernel=kernel,
             precision=sixteen_bit(instance.workload.precision),
@@ -691,12 +692,25 @@ def _latent_up(instance: Instance, part: Attention, sharding: Sharding, tokens: 
 
 
 @lru_cache(maxsize=64)
-def packed_keys(instance: Instance, window: int | None, *, causal: bool = True) -> float | None:
-    """(L12) Keys that a query meets in its own document; None without packing."""
-    documents = instance.workload.documents
-    if not documents:
+def packed_keys(instance: Instance, part: Attention) -> float | None:
+    """(L12) Keys that a query meets in its own document or chunk; None where there is one for the whole sequence."""
+    if not instance.workload.documents and not part.chunked:
         return None
-    return sum(share * keys_per_query(length, causal=causal, window=window) for length, share in documents)
+    window = None if part.chunked else part.window
+    return sum(share * keys_per_query(length, causal=True, window=window) for length, share in pieces(instance, part))
+
+
+def pieces(instance: Instance, part: Attention) -> list[tuple[float, float]]:
+    """(L12) The lengths that causal attention of a layer runs over, each with its share of the tokens."""
+    workload = instance.workload
+    whole = workload.documents or ((workload.seq_len, 1.0),)
+    if not part.chunked or not part.window:
+        return list(whole)
+    out = []
+    for length, share in whole:
+        rest = length % part.window
+        out += [(part.window, share * (1 - rest / length)), (rest, share * rest / length)]
+    return [(length, share) for length, share in out if share]
 
 
 def softmax_kernel(instance: Instance, sharding: Sharding, heads: int) -> str:

@@ -20,7 +20,7 @@ from shardwise.data.recompute import ANY
 from shardwise.data.rules import plan_faults, plan_risks
 from shardwise.formulations.coefficients import CostTables, TimeCoefficients, groups_of
 from shardwise.formulations.energy import Energy, step_energy, why_no_energy
-from shardwise.formulations.layer_costs import sharding_of
+from shardwise.formulations.layer_costs import pieces, sharding_of
 from shardwise.formulations.layer_time import time_by_cause
 from shardwise.formulations.memory import (
     MIB,
@@ -383,8 +383,8 @@ def model_flops(instance: Instance) -> float:
 
 def _attention_flops(instance: Instance, mixer: Attention) -> float:
     """Of the core of one layer, per token."""
-    seq_len, documents = instance.workload.seq_len, instance.workload.documents
-    keys = sum(share * _keys(length, mixer.window) for length, share in documents or ((seq_len, 1.0),))
+    window = None if mixer.chunked else mixer.window
+    keys = sum(share * _keys(length, window) for length, share in pieces(instance, mixer))
     return 6 * mixer.heads * (mixer.head_dim + mixer.v_head_dim) * keys
 
 

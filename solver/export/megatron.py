@@ -330,6 +330,8 @@ def _part_faults(kind: LayerKind) -> Iterable[str]:
         kind.mixer.head_dim,
     ):
         yield f"layer kind {kind.name}: norms of queries and keys over a whole layer, Megatron-Core has them per head"
+    if isinstance(kind.mixer, Attention) and kind.mixer.chunked:
+        yield f"layer kind {kind.name}: attention in chunks of {kind.mixer.window}, Megatron-Core has sliding windows alone"
     if isinstance(kind.mixer, Mamba) and kind.mixer.conv_kernel != MAMBA_CONV_KERNEL:
         yield f"layer kind {kind.name}: conv_kernel={kind.mixer.conv_kernel}, Megatron-Core has {MAMBA_CONV_KERNEL}"
     biased, plain = _bias_pattern(kind)

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.data.cluster import Accelerator, Cluster, Domain, Link
 from shardwise.data.instance import Instance
-from shardwise.data.model import LayerKind, Model
+from shardwise.data.model import Attention, LayerKind, Model
 from shardwise.data.model_parts import attention, layer, linear, mlp, moe, norm
 from shardwise.data.plan import Degrees, Placement, Plan, Stage
 from shardwise.data.profile import load_profile
@@ -252,12 +252,22 @@ PACKED = Training(1000, 16, lengths=[(100, 3), (700, 1)])
 
 
 def test_a_query_meets_keys_of_its_own_document() -> None:
-    # E[l^2] / E[l] = (3 x 100^2 + 700^2) / (300 + 700) = 520 and half of it and one, causal.
-    assert packed_keys(instance_of(PACKED), None, causal=False) == pytest.approx(520)
-    assert packed_keys(instance_of(PACKED), None) == pytest.approx(260.5)
+    # E[l^2] / E[l] = (3 x 100^2 + 700^2) / (300 + 700) = 520, half of it and one.
+    plain, windowed = Attention(8, 8, 64, 64), Attention(8, 8, 64, 64, 256)
+    assert packed_keys(instance_of(PACKED), plain) == pytest.approx(260.5)
     # A window of 256 leaves documents of 100 alone: 0.3 x 50.5 + 0.7 x (256 - 256 x 255 / 1,400).
-    assert packed_keys(instance_of(PACKED), 256) == pytest.approx(0.3 * 50.5 + 0.7 * (256 - 256 * 255 / 1400))
-    assert packed_keys(instance_of(Training(1000, 16)), None) is None
+    assert packed_keys(instance_of(PACKED), windowed) == pytest.approx(0.3 * 50.5 + 0.7 * (256 - 256 * 255 / 1400))
+    assert packed_keys(instance_of(Training(1000, 16)), plain) is None
+    assert packed_keys(instance_of(Training(1000, 16)), windowed) is None
+
+
+def test_a_query_of_chunked_attention_meets_keys_of_its_own_chunk() -> None:
+    chunked = Attention(8, 8, 64, 64, 256, chunked=True)
+    # Three chunks of 256 and one of 232; documents of 100 are whole, one of 700 makes two chunks and 188.
+    assert packed_keys(instance_of(Training(1000, 16)), chunked) == pytest.approx(0.768 * 128.5 + 0.232 * 116.5)
+    packed = 0.3 * 50.5 + 0.7 * (512 * 128.5 + 188 * 94.5) / 700
+    assert packed_keys(instance_of(PACKED), chunked) == pytest.approx(packed)
+    assert packed_keys(instance_of(Training(200, 16)), chunked) == pytest.approx(100.5)
 
 
 def test_packing_shortens_attention_cores_and_nothing_else() -> None:

@@ -278,7 +278,7 @@ def test_what_no_flag_creates_is_refused_by_name() -> None:
         "gemma-2-2b": "4 norms",
         "gpt-oss-20b": "sinks",
         "minimax-m2.5": "per head",
-        "llama-4-scout": "layers differ in attention",
+        "llama-4-scout": "attention in chunks of 8192",
         "jamba-1.5-mini": "no letter",
     }.items():
         instance = Instance(load_model(name), cluster, Training(1024, 16))

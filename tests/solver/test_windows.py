@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,3 +73,18 @@ def test_biases_of_attention_are_those_of_the_config() -> None:
     linear = {f"linear_{name}": 4 for name in names}
     with pytest.raises(sw.InputError, match="mlp_only_layers"):
         params("qwen3_next", mlp_only_layers=[1], **linear)
+
+
+def test_model_flops_of_chunks_count_half_a_chunk() -> None:
+    config = {**SIZES, "model_type": "mistral", "num_hidden_layers": 1}
+    model = model_from_config(config, "it")
+
+    def flops(window: int | None, *, chunked: bool = False) -> float:
+        (kind,) = model.layers
+        assert isinstance(kind.mixer, Attention)
+        part = replace(kind.mixer, window=window, chunked=chunked)
+        own = replace(model, layers=(replace(kind, mixer=part),))
+        return model_flops(Instance(own, load_cluster("dgx-h100:1"), sw.Training(4096, 8)))
+
+    assert flops(None) - flops(512, chunked=True) == pytest.approx(12 * 1024 * (2048 - 256) * 4096 * 8)
+    assert flops(512, chunked=True) < flops(512)
