@@ -430,15 +430,6 @@ def is_linear(placement: Placement) -> bool:
     return levels == sorted(levels)
 
 
-def block_faults(plan: Plan) -> list[str]:
-    """Blocks of full recompute begin every chunk, and are no longer than the longest."""
-    largest = max(plan.chunk_layers)
-    blocks = {stage.recompute_layers for stage in plan.stages if stage.recompute_layers > max(largest, 1)}
-    return [
-        f"recompute_layers={block} is more than the {largest} layers of the largest chunk" for block in sorted(blocks)
-    ]
-
-
 def stage_faults(rules: Rules, model: Model, plan: Plan, precision: str) -> list[str]:
     """Rules on stages: every layer once, empty chunks only at the ends, even interleaving, uniform recompute."""
     even = plan.degrees.vpp > 1 and rules.even_chunks
@@ -767,7 +758,6 @@ def plan_faults(rules: Rules, model: Model, workload: Training, plan: Plan) -> l
     faults += activations_faults(rules, len(model.layers), d.pp, d.offload_layers, recomputed)
     faults += replica_faults(rules, d)
     faults += stage_faults(rules, model, plan, precision)
-    faults += block_faults(plan)
     faults += rank_faults(rules, plan.placement)
     if rules.linear_ranks:
         faults += order_faults(d, plan.placement)

@@ -136,6 +136,10 @@ def plan_from_degrees(
         faults.append(f"stages={','.join(map(str, chunks))} must add up to the model's {layers} layers")
     if recompute_layers is not None and (recompute != "full" or recompute_layers < 1):
         faults.append(f"recompute_layers={recompute_layers} needs recompute=full and at least 1 layer")
+    elif recompute_layers is not None and recompute_layers > max(*chunks, 1):
+        faults.append(
+            f"recompute_layers={recompute_layers} is more than the {max(chunks, default=0)} layers of the largest chunk"
+        )
     if recompute_modules and recompute != "selective":
         faults.append(f"recompute_modules={','.join(recompute_modules)} needs recompute=selective")
     if faults:

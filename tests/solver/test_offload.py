@@ -61,7 +61,8 @@ def plan_of(instance: Instance, share: float, **sizes: int) -> Plan:
 @pytest.mark.parametrize(("optimizer", "states"), [("adamw", 12), ("sgd", 8)])
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_states_leave_the_device_for_the_host(optimizer: str, states: int, share: float) -> None:
-    instance = offloading(share, optimizer=optimizer)
+    workload = Training(1024, 8, offload_optimizer=share, optimizer=optimizer)  # type: ignore[arg-type]
+    instance = instance_of(llama(4), workload=workload, rules="free" if optimizer == "sgd" else "megatron-core")
     plan = plan_of(instance, share, dp=4)
     here, there = (evaluate(instance, own).stages[0] for own in (plan_of(instance, 0.0, dp=4), plan))
     params = stage_params(cost_tables(instance), plan, 0).total

@@ -99,8 +99,9 @@ def simulation_of(schedule: Schedule, micro_batches: int = 16) -> Simulation:
     chunks = [32 // (4 * vpp)] * 4 * vpp
     chunks[-1] -= 1
     chunks[1] += 33 - sum(chunks) - 1
-    plan = plan_from_degrees(instance_of(), Degrees(tp=2, pp=4, dp=2, vpp=vpp), stages=chunks, schedule=schedule)
-    return simulate(instance_of(), replace(plan, micro_batches=micro_batches))
+    instance = instance_of(batch=2 * micro_batches)
+    plan = plan_from_degrees(instance, Degrees(tp=2, pp=4, dp=2, vpp=vpp), stages=chunks, schedule=schedule)
+    return simulate(instance, plan)
 
 
 def read(document: dict[str, Any]) -> dict[str, Any]:
