@@ -99,11 +99,11 @@ class Instance:
         share, activations = self.workload.offload_optimizer, self.workload.offload_activations
         if not share and not activations:
             return []
-        if share and self.rules.offload == "none":
-            return [f"workload.{fault}" for fault in offload_faults(self.rules, 1, self.workload.offload_shares[-1])]
-        if share and self.workload.optimizer != "adamw" and self.rules.offload == "distributed":
-            wanted = offload_faults(self.rules, 1, self.workload.offload_shares[-1], optimizer=self.workload.optimizer)
-            return [f"workload.{fault}" for fault in wanted]
+        if share and self.rules.offload in ("none", "distributed"):  # in ZeRO-1 or not at all
+            most, optimizer = self.workload.offload_shares[-1], self.workload.optimizer
+            wrong = offload_faults(self.rules, 1, most, optimizer=optimizer)
+            if wrong:
+                return [f"workload.{fault}" for fault in wrong]
         if activations and not self.rules.activations_to_host:
             return [f"workload.offload_activations=true: {self.rules.name} has no saved activations on the host"]
         faults, asked = [], f"offload_optimizer={share}" if share else "offload_activations=true"

@@ -589,10 +589,10 @@ def _ulysses_faults(rules: Rules, mixer: Attention, tp: int, name: str, ways: in
 def sequence_faults(rules: Rules, tp: int, cp: int, sequence_parallel: bool, seq_len: int) -> list[str]:
     """Whether what context parallelism leaves of the sequence splits once more: torchtitan trainer.py L306-315, and
     Megatron's reduce-scatter behind the embedding (core/tensor_parallel/mappings.py)."""
-    if sequence_parallel and cp > 1 and not rules.joint_sequence and seq_len % tp == 0 and seq_len % (cp * tp):
-        return [f"tp={tp} with cp={cp} needs seq_len={seq_len} to be a multiple of {cp * tp}"]
-    if rules.joint_sequence and sequence_parallel and cp > 1 and seq_len % (2 * cp * tp):
-        return [f"tp={tp} with cp={cp} needs seq_len={seq_len} to be a multiple of {2 * cp * tp}"]
+    pieces = tp * (2 * cp if rules.joint_sequence else cp)
+    told = not rules.joint_sequence and seq_len % tp  # by `tensor_faults`
+    if sequence_parallel and cp > 1 and seq_len % pieces and not told:
+        return [f"tp={tp} with cp={cp} needs seq_len={seq_len} to be a multiple of {pieces}"]
     return []
 
 

@@ -429,13 +429,13 @@ def _crossings(instance: Instance, plan: Plan) -> str:
     """Which axis communicates over which level."""
     from shardwise.formulations.coefficients import groups_of  # reads numpy, which catalogues and help can do without
 
-    names, said = instance.cluster.levels, []
-    for axis in PLACED:
-        crossed = [name for name, factor in zip(names, plan.placement.factors(axis), strict=True) if factor > 1]
+    members = {axis: plan.placement.factors(axis) for axis in PLACED}
+    spread = groups_of(instance, plan.degrees, plan.placement).ep
+    if spread:
+        members["ep"] = tuple(size for size, _ in spread[0])
+    said = []
+    for axis, factors in members.items():
+        crossed = [name for name, factor in zip(instance.cluster.levels, factors, strict=True) if factor > 1]
         if crossed:
             said.append(f"{axis} over {' and '.join(crossed)}")
-    spread = groups_of(instance, plan.degrees, plan.placement).ep
-    crossed = [name for name, (size, _) in zip(names, spread[0], strict=True) if size > 1] if spread else []
-    if crossed:
-        said.append(f"ep over {' and '.join(crossed)}")
     return f"traffic: {', '.join(said) or 'none between devices'}"
